@@ -13,14 +13,14 @@ namespace flash_ext {
 /// Throws std::runtime_error("flash_ext: ...").
 [[noreturn]] void fail(const char* what);
 
-/// The same if CUDA reports an error.
+/// Throws in the same way if CUDA reports an error.
 void check_cuda(cudaError_t status, const char* what);
 
-/// Of the current device.
+/// Reads an attribute of the current device.
 int device_attribute(cudaDeviceAttr attribute);
 
-/// Shared memory of the current device in bytes: the most of a CTA, and that of an SM for all its CTAs. Each CTA takes
-/// kReservedSharedBytes more.
+/// Shared memory of the current device in bytes: the most that a CTA can have, and what an SM has for all its CTAs.
+/// Each CTA takes kReservedSharedBytes more than it asks for.
 inline int shared_bytes_per_cta() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 inline int shared_bytes_per_sm() { return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor); }
 
@@ -39,15 +39,17 @@ struct LoadedKernel {
   bool waits_for_previous;
 };
 
-/// Loads a kernel, once for each device, and raises its limit of dynamic shared memory to what the device has beside
-/// the static one. The limit only permits: how much a launch gets, and how many CTAs share an SM, follows from its own
-/// shared_bytes.
+/// Loads a kernel, once for each device, and raises its limit of dynamic shared memory to all that its static shared
+/// memory leaves. The limit only permits: the shared_bytes of a launch decide how much it gets, and how many CTAs share
+/// an SM.
 LoadedKernel loaded_kernel(const void* kernel, const char* name);
 
-/// A number of CTAs as a dimension of a grid. Throws std::runtime_error beyond `most`, the limit of that dimension.
+/// Converts a number of CTAs to a dimension of a grid. Throws std::runtime_error beyond `most`, the limit of that
+/// dimension.
 unsigned grid_size(int64_t ctas, int64_t most = INT32_MAX);
 
-/// A grid. Every launch builds its grid here, so that a product of sizes beyond the limits throws instead of wrapping.
+/// Builds a grid. Every launch builds its grid here, so that a product of sizes beyond the limits throws instead of
+/// wrapping.
 inline dim3 grid_of(int64_t x, int64_t y = 1, int64_t z = 1) {
   constexpr int64_t kMostInYAndZ = 65535;
   return dim3(grid_size(x), grid_size(y, kMostInYAndZ), grid_size(z, kMostInYAndZ));

@@ -13,7 +13,7 @@ namespace flash_ext {
 
 enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
 
-/// For readers and for Python.
+/// Names of the dtypes, for readers and for Python.
 constexpr std::pair<const char*, DType> kDTypeNames[] = {{"float16", DType::kFloat16},
                                                          {"bfloat16", DType::kBFloat16},
                                                          {"float32", DType::kFloat32},
@@ -147,9 +147,9 @@ struct WeightsParams : AttentionParams {
 /// How CTAs of the backward on CUDA acquire tiles of keys, and share them: see common/backward/order.h.
 struct KeyTileSchedule {
   int64_t section_heads = 1;  // key heads, of all batch entries, whose tiles stand side by side
-  int64_t head_splits = 1;    // of a tile, along the query heads of its group; divides them
-  int64_t query_splits = 1;   // of each of these, along the tiles of queries; at most
-  int64_t unsplit_tiles = 0;  // from the first of the order on, that are not split
+  int64_t head_splits = 1;    // splits of a tile along the query heads of its group; divides them
+  int64_t query_splits = 1;   // splits of each head split along the query tiles; at most
+  int64_t unsplit_tiles = 0;  // so many tiles, the first in the order, are not split
 };
 
 struct BackwardParams : AttentionParams {
@@ -199,7 +199,7 @@ struct MergeBackwardParams : MergeParams {
   int64_t grad_lses_split_stride = 0;
 };
 
-/// New keys and values written behind those of a cache, with rotary embedding of the keys and of q.
+/// New keys and values, which are appended to those of a cache, with rotary embedding of the keys and of q.
 struct AppendParams {
   DType dtype = DType::kFloat32;
   int64_t batch = 0;

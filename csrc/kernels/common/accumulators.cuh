@@ -18,7 +18,7 @@ struct TileCoordinates {
   __device__ __forceinline__ int key(int m, int n, int e) const { return kTransposed ? row(m, e) : column(n, e); }
 };
 
-/// The largest, and the sum, of what the four lanes have that share a row of the accumulators.
+/// Return the maximum, and the sum, over the four lanes that share a row of the accumulators.
 __device__ __forceinline__ float max_of_row(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));

@@ -1,4 +1,4 @@
-// Barriers of ptx/mbarrier.h as members of what a CTA keeps in shared memory.
+// Functions for the barriers of ptx/mbarrier.h that are members of a struct in shared memory.
 #pragma once
 
 #include <cstdint>

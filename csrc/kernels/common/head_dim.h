@@ -18,7 +18,7 @@ constexpr int kernel_head_dim(int64_t head_dim, int64_t head_dim_v) {
 template <int kHeadDim>
 using HeadDim = std::integral_constant<int, kHeadDim>;
 
-/// Calls run(HeadDim<n>()) for that of some head dims; otherwise for the last of them.
+/// Calls run(HeadDim<n>()) with the head dim of the list that equals head_dim; with the last one if no other does.
 template <int kFirst, int... kOthers, class Run>
 void with_head_dim(int head_dim, Run run) {
   if constexpr (sizeof...(kOthers) > 0) {
@@ -27,7 +27,7 @@ void with_head_dim(int head_dim, Run run) {
   run(HeadDim<kFirst>());
 }
 
-/// The same for the head dim of the kernel.
+/// Calls run() with the head dim of the kernel that serves a call.
 template <class Run>
 void with_kernel_head_dim(int64_t head_dim, int64_t head_dim_v, Run run) {
   with_head_dim<64, 128, 256>(kernel_head_dim(head_dim, head_dim_v), run);

@@ -1,6 +1,6 @@
 // Tiles of 16-bit elements in shared memory as TMA writes them and tensor cores read them: panels of 64 columns (128
-// bytes), one behind the other, each of all rows. Within a panel the 16-byte chunks of a row are exchanged by the last
-// three bits of the row ("128-byte swizzle"), so eight rows of 128 bytes are the unit, to which tiles are aligned.
+// bytes) and all rows, one after the other. Within a panel the 16-byte chunks of a row are exchanged by the last three
+// bits of the row ("128-byte swizzle"), so eight rows of 128 bytes are the unit, to which tiles are aligned.
 #pragma once
 
 #include "kernels/common/host_device.h"

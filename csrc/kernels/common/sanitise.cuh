@@ -1,6 +1,6 @@
-// Inf and NaN in values that a query does not see. The weight of a hidden pair is 0, and 0 * Inf is NaN. A partial tile
-// is therefore sanitised before it is multiplied: such values are replaced. At the end they are added to the rows of
-// out that do see them.
+// Inf and NaN in values that a query does not see. The weight of a hidden pair is 0, and 0 * Inf is NaN. So a partial
+// tile is sanitised before it is multiplied: Inf and NaN are replaced. At the end they are added to the rows of out
+// that do see them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,7 +21,7 @@ struct NonFinite {
       std::is_same_v<Element, __half> ? 0x04000400u : (sizeof(Element) == 2 ? 0x00800080u : 0x00800000u);
   static constexpr uint32_t kSign = sizeof(Element) == 2 ? 0x80008000u : 0x80000000u;
   static constexpr int kMagnitudeBits = sizeof(Element) == 2 ? 15 : 31;  // below the sign
-  // 2^60, or what float16 has: far beyond any product's, and with room for sums in float.
+  // 2^60, or the largest number of float16: far beyond any product's, and small enough for sums in float.
   static constexpr uint32_t kLarge =
       std::is_same_v<Element, __half> ? 0x7BFF7BFFu : (sizeof(Element) == 2 ? 0x5D805D80u : 0x5D800000u);
 
@@ -35,8 +35,8 @@ struct NonFinite {
     if constexpr (sizeof(Element) == 4) return found ? 0u : word;
     return word & ~(found ? (found >> 15) * 0xFFFFu : 0u);
   }
-  /// The word with NaN made 0, and Inf a large number: 0 times it is 0, and in a key it makes of a score of -inf one
-  /// that has no weight either, but for the smallest queries of float16.
+  /// The word with NaN made 0, and Inf made a large number. 0 times this number is 0. In a key, it turns a score of
+  /// -inf into one so low that its weight is 0 too, except with the smallest queries of float16.
   __device__ __forceinline__ static uint32_t bounded(uint32_t word) {
     const uint32_t found = in_word(word);
     if (!found) return word;
@@ -44,7 +44,7 @@ struct NonFinite {
     return (word & ~in_all(found, kMagnitudeBits)) | (in_all(found, kMagnitudeBits) & ~nan & (kLarge | (word & kSign)));
   }
 
-  /// The same of the words of a 16-byte chunk; what in_word() finds, it has anywhere.
+  /// The same for a 16-byte chunk. in_chunk() has each bit that in_word() finds in one of its words.
   __device__ __forceinline__ static uint32_t in_chunk(const uint4& x) {
     return in_word(x.x) | in_word(x.y) | in_word(x.z) | in_word(x.w);
   }
@@ -59,7 +59,7 @@ struct NonFinite {
   static constexpr uint32_t kMantissa = ~(kExponent | kSign);
   static constexpr int kMantissaBits = std::is_same_v<Element, __half> ? 10 : (sizeof(Element) == 2 ? 7 : 23);
 
-  /// All bits of the elements of which `bit` is set in `bits`, where no other is.
+  /// All bits of those elements whose bit number `bit` is set in `bits`. No other bit may be set.
   __device__ __forceinline__ static uint32_t in_all(uint32_t bits, int bit) {
     return (bits >> bit) * (sizeof(Element) == 2 ? 0xFFFFu : ~0u);
   }
@@ -92,7 +92,7 @@ __device__ __forceinline__ bool sanitise_chunks(int first, Chunk chunk) {
   return true;
 }
 
-/// Sanitises those chunks of a tile in shared memory that this thread itself loaded by load_tile with the same template
+/// Sanitises the chunks of a tile in shared memory that this thread itself loaded by load_tile with the same template
 /// arguments: its own copies have landed once it waited for them.
 template <class Element, int kColumns, int kThreads, int kRows, bool kBounded = false>
 __device__ __forceinline__ bool sanitise_loaded_tile(uint32_t s_tile, int thread = static_cast<int>(threadIdx.x)) {

@@ -56,8 +56,8 @@ struct Sequence {
     take_window(p);
   }
 
-  /// The same by one jump over read() where it would find nothing: fewer instructions are fetched, which counts at the
-  /// start of the Hopper forward.
+  /// Selects a constructor that jumps over read() where it would find nothing. Fewer instructions are then fetched,
+  /// which counts at the start of the Hopper forward.
   struct SkipsReading {};
   __device__ __forceinline__ Sequence(const AttentionParams& p, int batch, int head, SkipsReading)
       : Sequence(p, batch, head, SizesOfTensors()) {
@@ -93,7 +93,7 @@ struct Sequence {
     return tiles;
   }
 
-  /// The same of the queries that see the keys [first, end).
+  /// The same for the tiles of queries that see the keys [first, end).
   template <int kBlockM>
   __device__ __forceinline__ TileSpan query_tiles(int first, int end) const {
     const int some_begin = queries_begin(first), some_end = queries_end(end - 1);
@@ -124,7 +124,7 @@ struct Sequence {
     seqlen_k = static_cast<int>(p.seqlen_k);
   }
 
-  /// Lengths and places that lie on the device.
+  /// Reads the lengths and places that lie on the device.
   __device__ __forceinline__ void read(const AttentionParams& p) {
     const SequenceParams& s = p.seq;
     if (s.cu_seqlens_q) seqlen_q = packed(s.cu_seqlens_q, seqlen_q, p.total_q, q_begin);
@@ -136,7 +136,7 @@ struct Sequence {
     cache_row = s.cache_batch_idx ? clamped(s.cache_batch_idx[batch], 0, static_cast<int>(s.cache_batch) - 1) : batch;
   }
 
-  /// Whether read() would find any. Without branches, whose instructions would have to be fetched.
+  /// Whether read() would find any. It has no branches, because their instructions would have to be fetched.
   __device__ __forceinline__ static bool lie_on_device(const SequenceParams& s) {
     const auto bits = [](const int32_t* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
     return (bits(s.cu_seqlens_q) | bits(s.cu_seqlens_k) | bits(s.seqused_q) | bits(s.seqused_k) | bits(s.leftpad_k) |

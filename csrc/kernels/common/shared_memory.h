@@ -1,8 +1,8 @@
-// What shared memory costs beside its bytes.
+// The shared memory that a CTA takes in addition to what it asks for.
 #pragma once
 
 namespace flash_ext {
 
-constexpr int kReservedSharedBytes = 1024;  // that each CTA takes more of an SM's
+constexpr int kReservedSharedBytes = 1024;  // of an SM, for each CTA, beside what the CTA asks for
 
 }  // namespace flash_ext

@@ -29,7 +29,7 @@ decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encoder;
 }
 
-/// That of the current device becomes that of the thread, as the runtime does in many other calls.
+/// Makes the context of the current device that of the thread, as the runtime does in many other calls.
 void make_context_current() {
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
@@ -46,7 +46,7 @@ CUtensorMap encode_tensor_map(CUtensorMapDataType type, void* data, const cuuint
                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult status = encode();
-  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // it asks for a context, and a new thread has none
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // the encoder needs a context, and a new thread has none
     make_context_current();
     status = encode();
   }

@@ -28,12 +28,12 @@ inline TensorShape key_shape(const AttentionParams& p, int64_t head_dim) {
   return {head_dim, packed ? p.total_k : p.seqlen_k, p.heads_kv, packed ? 1 : p.batch};
 }
 
-/// For copies of box_rows rows and one panel of columns, in the order (column, row, head, batch).
+/// Describes a tensor for copies of box_rows rows and one panel of columns, in the order (column, row, head, batch).
 CUtensorMap encode_tensor_map(const TensorView& view, const TensorShape& shape, DType dtype, int box_rows);
 
-/// Of a bias of 16 bits whose rows are made of 16-byte chunks: copies of kPanelColumns keys of box_rows rows, in
-/// the order (key, query, head, batch). What is the same for all of a dimension has one place in it; for all keys,
-/// those of a copy.
+/// Describes a 16-bit bias whose rows consist of 16-byte chunks, for copies of box_rows rows of kPanelColumns keys, in
+/// the order (key, query, head, batch). A dimension that is broadcast has size 1; that of the keys has the size of a
+/// copy.
 CUtensorMap encode_bias_map(const AttentionParams& p, int box_rows);
 
 }  // namespace flash_ext

@@ -55,8 +55,8 @@ __device__ __forceinline__ void for_each_by_ldmatrix(float (&s)[kM][kN][4], uint
     }
 }
 
-/// Rows [first, first + kRows) of a sequence, by kThreads threads, without waiting. What lies outside of
-/// (num_rows, columns) becomes 0; columns is a multiple of 8.
+/// Starts the copies of rows [first, first + kRows) of a sequence, by kThreads threads, and does not wait for them.
+/// Elements outside of (num_rows, columns) become 0; columns is a multiple of 8.
 template <class Element, int kColumns, int kThreads, int kRows, class Rows>
 __device__ __forceinline__ void load_tile(uint32_t s_tile, const Rows& rows, int first, int num_rows, int columns,
                                           int thread = static_cast<int>(threadIdx.x)) {
@@ -98,7 +98,7 @@ __device__ __forceinline__ T load_shared(uint32_t s_source) {
   return *static_cast<const T*>(__cvta_shared_to_generic(s_source));
 }
 
-/// Rows [first, first + count) of a tile to rows first_row + ... of global memory, by one warp.
+/// Stores rows [first, first + count) of a tile to global memory, row r of the tile to row first_row + r, by one warp.
 template <class Element, int kColumns, class Rows>
 __device__ __forceinline__ void store_rows(uint32_t s_tile, const Rows& rows, int first, int count, int first_row,
                                            int num_rows, int columns, int lane) {

@@ -71,7 +71,7 @@ struct Products {
     ptx::mma_m16n8k16<Element>(left, a.r, b.r[0], b.r[1]);
     ptx::mma_m16n8k16<Element>(right, a.r, b.r[2], b.r[3]);
   }
-  /// As the product of B and A, to its bits: a matter of floats, which are split.
+  /// The same, with the bits of the product of B and A. Only floats differ there, because they are split.
   __device__ __forceinline__ static void multiply_transposed(float (&left)[4], float (&right)[4], const A& a,
                                                              const B& b) {
     multiply(left, right, a, b);
@@ -100,7 +100,7 @@ struct Products {
                  {ptx::pack2<Element>(left[0], left[1]), ptx::pack2<Element>(left[2], left[3]),
                   ptx::pack2<Element>(right[0], right[1]), ptx::pack2<Element>(right[2], right[3])});
   }
-  /// The same of accumulators that have become an A operand.
+  /// The same for accumulators that have become an A operand.
   __device__ __forceinline__ static void store_a_as_c(uint32_t s_lane, int row, int pair, const uint32_t (&r)[4]) {
     const uint32_t s_target = at_step(s_lane, pair) + row * kRowBytes;
 #if __CUDA_ARCH__ >= 900

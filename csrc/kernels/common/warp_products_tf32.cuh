@@ -4,9 +4,9 @@
 //
 //   a b = a_high b_high + (a_high b_low + a_low b_high)            (a_low b_low is smaller than what is lost anyway)
 //
-// Tensor cores round their sums towards zero, which over thousands of keys drifts by more than all else; so they add
-// up one step alone, and what goes into C is added by the float units, rounded to nearest. That makes the error no
-// larger than that of a chain of float FMAs.
+// Tensor cores round their sums towards zero. Over thousands of keys this drifts by more than all other errors. So
+// tensor cores add up one step alone, and the float units, which round to nearest, add its sum to C. The error is then
+// no larger than that of a chain of float FMAs.
 //
 // Tf32: one product of elements rounded to TF32, for callers who allow that.
 //
@@ -91,7 +91,7 @@ struct Tf32Products {
     }
   }
 
-  /// The same with the parts and the order of the product of B and A: to its bits.
+  /// The same, with the bits of the product of B and A: operands are split, and parts added, as that product does it.
   __device__ __forceinline__ static void multiply_transposed(float (&left)[4], float (&right)[4], const A& a,
                                                              const B& b) {
     if constexpr (kCompensated) {
@@ -176,7 +176,7 @@ struct Tf32Products {
     Operand high, low;  // low: what high leaves
   };
 
-  /// Rounded to nearest, so that errors average out.
+  /// Splits numbers with `high` rounded to nearest, so that errors average out.
   template <class AB>
   __device__ __forceinline__ static Parts round_and_split(const AB& a, int k) {
     Parts parts;
@@ -188,7 +188,8 @@ struct Tf32Products {
     }
     return parts;
   }
-  /// Truncated: one instruction less, and no overflow. With the other operand rounded to nearest that does no harm.
+  /// Splits numbers with `high` truncated: one instruction less, and no overflow. With the other operand rounded to
+  /// nearest that does no harm.
   template <class AB>
   __device__ __forceinline__ static Parts truncate_and_split(const AB& b, int k) {
     Parts parts;

@@ -1,5 +1,5 @@
-// dQ while many CTAs sum it in float. It lies in the order of the accumulators of the warps that add to it, so that an
-// addition of a warp is one contiguous slice. A kernel at the end converts it to rows.
+// dQ, which many CTAs sum in float. The sums lie in the order of the accumulators of the warps that add to them, so
+// that a warp adds one contiguous slice. A kernel at the end converts them to rows.
 #pragma once
 
 #include "eight_of_row.cuh"
@@ -50,7 +50,7 @@ struct DqLayout {
       }
   }
 
-  /// Element e of the lanes 4 g + t, for t = 0..3: rows g (e < 2) and g + 8, columns 2 t + e % 2.
+  /// Loads to x[t] the elements of lane 4 g + t, t = 0..3: element e is of row g (e < 2) or g + 8, column 2 t + e % 2.
   __device__ __forceinline__ static void load_quad(const float* g_fragment, int g, float (&x)[4][4]) {
     const float4* const float4s = reinterpret_cast<const float4*>(g_fragment);
 #pragma unroll
@@ -67,9 +67,10 @@ struct DqLayout {
 };
 
 constexpr int kStoreDqThreads = 256;
-constexpr int kStoreDqCtas = 4;  // an SM's at least: with 40 registers, ptxas' own choice, sm_80 spills
+constexpr int kStoreDqCtas = 4;  // of an SM at least: with 40 registers, ptxas' own choice, sm_80 spills
 
-/// dQ = softmax_scale * sums, in units of the workspace, of a tile of rows of a head.
+/// Stores dQ of a tile of rows of a head: the sums times softmax_scale, and times keep_scale, by which the workspace's
+/// sums are divided.
 template <class Element, class Layout, int kBlockM, int kHeadDim>
 __device__ __forceinline__ void store_dq(const BackwardParams& p, const BackwardWorkspace& workspace,
                                          const volatile RowTileOfCta& cta, int head) {

@@ -5,7 +5,8 @@
 
 namespace flash_ext {
 
-/// x: as four lanes hold two rows of accumulators; `first` is 0 for the first of these, 2 for the second.
+/// Stores one of the two rows of accumulators that four lanes hold in x: the first row if `first` is 0, the second if
+/// it is 2.
 template <class Element>
 __device__ __forceinline__ void store_eight_of_row(Element* g_target, const float (&x)[4][4], int first, float factor) {
   constexpr int kElements = 16 / sizeof(Element);

@@ -14,7 +14,7 @@ struct BackwardKernelNames {
   const char *row_terms, *main, *dq, *dsink;
 };
 
-/// What the kernels around the main one are instantiated for. kPermuted: row_terms.cuh.
+/// What the kernels before and after the main one are instantiated for. kPermuted: see row_terms.cuh.
 template <class Element_, class DqLayout_, int kBlockM_, int kHeadDim_, bool kPermuted_ = false>
 struct BackwardRowKernels {
   using Element = Element_;
@@ -23,7 +23,7 @@ struct BackwardRowKernels {
   static constexpr bool kPermuted = kPermuted_;
 };
 
-/// Row terms, by row_terms.cuh, and dQ's sums zeroed. DqLayout may be void.
+/// Launches the kernel of row_terms.cuh, which writes row terms and zeroes dQ's sums. DqLayout may be void.
 template <class Kernels>
 void launch_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace, const BackwardKernelNames& names,
                       cudaStream_t stream) {
@@ -33,7 +33,7 @@ void launch_row_terms(const BackwardParams& p, const BackwardWorkspace& workspac
          rows, stream, p, workspace);
 }
 
-/// The gradient of a sink, if it is wanted, from row terms.
+/// Launches the kernel that computes the gradient of a sink from row terms, if that gradient is wanted.
 template <class Kernels>
 void launch_sink_gradient(const BackwardParams& p, const BackwardWorkspace& workspace, const BackwardKernelNames& names,
                           cudaStream_t stream) {
@@ -42,9 +42,9 @@ void launch_sink_gradient(const BackwardParams& p, const BackwardWorkspace& work
   launch(names.dsink, sink_gradient_kernel<Kernels::kBlockM, Kernels::kPermuted>, heads, stream, p, workspace);
 }
 
-/// launch_main() launches the main kernel, and is called only where the gradient of q, k or v is wanted;
-/// launch_first() the one that writes row terms. overlaps_previous: dQ's kernel may start before the one before has
-/// ended.
+/// Launches the kernels of a backward. launch_first() launches the kernel that writes row terms. launch_main() launches
+/// the main kernel; it is called only where the gradient of q, k or v is wanted. overlaps_previous: dQ's kernel may
+/// start before the kernel before it has ended.
 template <class Kernels, class LaunchFirst, class LaunchMain>
 void launch_backward_sequence(const BackwardParams& p, const BackwardWorkspace& workspace,
                               const BackwardKernelNames& names, bool overlaps_previous, cudaStream_t stream,

@@ -19,12 +19,12 @@ namespace flash_ext {
 
 /// What holds for all tiles of a CTA, computed once.
 struct BackwardOptions : ScoreFactors {
-  const float* slopes;  // ALiBi's, of the first head; null = none
+  const float* slopes;  // ALiBi slopes, from the first head on; null = none
   bool biased, masks, hides, drops;
-  uint32_t batch_head;  // Philox's, of the first head
+  uint32_t batch_head;  // Philox counter of the first head
   PhiloxKey key;
 
-  /// `per_natural`: of the unit of scores.
+  /// `per_natural`: kPerNatural of the unit of scores.
   __device__ __forceinline__ BackwardOptions(const AttentionParams& p, const Sequence& sequence,
                                              float per_natural = BaseTwoUnit::kPerNatural)
       : ScoreFactors(of_backward(p, per_natural)),
@@ -43,12 +43,13 @@ struct NoBackwardOptions {
   __device__ __forceinline__ NoBackwardOptions(const AttentionParams&, const Sequence&, float) {}
 };
 
-/// The tile of the bias in shared memory: rows are queries, of kKeys elements, as they lie in memory.
+/// A bias tile in shared memory, as it lies in global memory: rows are queries, of kKeys elements.
 template <class T, class Unit, int kKeys>
 struct BiasRowsInShared {
   using Layout = TileLayout<T, kKeys>;
 
-  /// Adds what belongs to a warp's scores, from (first_query, first_key) of the tile on; -inf hides.
+  /// Adds the bias to a warp's scores, which begin at (first_query, first_key) of the tile. A bias of -inf hides its
+  /// pair.
   template <int kM, int kN>
   __device__ __forceinline__ static void add(float (&s)[kM][kN][4], uint32_t s_tile, int first_query, int first_key,
                                              int lane) {
@@ -102,7 +103,8 @@ __device__ __forceinline__ void add_bias(float (&s)[2][kN][4], DType dtype, uint
   }
 }
 
-/// Without waiting, by the first kThreads of the CTA. What lies beyond the lengths becomes 0.
+/// Starts the copies of a bias tile, by the first kThreads of the CTA, and does not wait for them. Elements beyond the
+/// lengths become 0.
 template <class T, int kThreads, int kRows, int kKeys>
 __device__ __forceinline__ void copy_bias(uint32_t s_tile, const T* g_head, int64_t row_stride,
                                           const Sequence& sequence, int first_query, int first_key) {
@@ -118,7 +120,8 @@ __device__ __forceinline__ void copy_bias(uint32_t s_tile, const T* g_head, int6
     ptx::cp_async_16_of(s_tile + Layout::at(row, chunk), row < rows ? g_chunk : g_head, row < rows ? bytes : 0);
 }
 
-/// The same for what cannot be copied by 16 bytes: other strides, or double, of which floats are kept.
+/// Loads a bias tile element by element, where 16-byte copies are impossible: other strides, or double, which is stored
+/// as float.
 template <class T, class Kept, int kThreads, int kRows, int kKeys>
 __device__ __forceinline__ void load_bias_elements(uint32_t s_tile, const T* g_head, const ScoreView& bias,
                                                    const Sequence& sequence, int first_query, int first_key) {
@@ -134,7 +137,7 @@ __device__ __forceinline__ void load_bias_elements(uint32_t s_tile, const T* g_h
   }
 }
 
-/// A tile of the bias to shared memory.
+/// Loads a bias tile into shared memory.
 template <int kThreads, int kRows, int kKeys>
 __device__ __forceinline__ void load_bias(uint32_t s_tile, const ScoreView& bias, bool by_copies,
                                           const Sequence& sequence, int first_query, int first_key) {
@@ -160,8 +163,8 @@ __device__ __forceinline__ void load_bias(uint32_t s_tile, const ScoreView& bias
   }
 }
 
-/// Takes the scores that a mask hides out of the exponential. s_words: of the lane's first query, and behind it of
-/// those that follow.
+/// Sets the exponents of pairs that a mask hides to -inf. s_words: the word of the lane's first query, followed by the
+/// words of the next queries.
 template <int kN>
 __device__ __forceinline__ void hide_by_words(float (&exponents)[2][kN][4], uint32_t s_words, int lane) {
 #pragma unroll
@@ -179,7 +182,7 @@ __device__ __forceinline__ void hide_by_words(float (&exponents)[2][kN][4], uint
   }
 }
 
-/// Two products of 16-bit numbers.
+/// Multiplies two pairs of 16-bit numbers.
 template <class Element>
 __device__ __forceinline__ uint32_t multiply_pairs(uint32_t x, uint32_t y) {
   using Pair = std::conditional_t<std::is_same_v<Element, __half>, __half2, __nv_bfloat162>;

@@ -1,8 +1,9 @@
 // The order in which CTAs of the backward take key tiles, and how several CTAs share one. Host and device share it: the
 // kernels, the plan, and the tests that simulate a schedule.
 //
-// Without a causal mask, the tiles of one head stand side by side, so that its queries stay in L2. With one, those of
-// the heads of a section do, and the first keys come first: they have the most queries, so no long CTA comes last.
+// Without a causal mask, the tiles of one head stand side by side, so that its queries stay in L2. With a causal mask,
+// the tiles of all heads of a section do, and the first keys come first: they have the most queries, so no long CTA
+// comes last.
 //
 // Where there are too few key tiles for the SMs, a tile is split. Each split visits some heads of the group and some of
 // the query tiles, and stores its dK and dV in float in a slot of scratch memory. A kernel after the main one adds the
@@ -31,18 +32,18 @@ struct KeyWorkTile {
 struct QueryShare {
   int32_t first_head, heads;  // no heads: a tile that few queries see has fewer splits
   int32_t begin, end;
-  bool unsplit;  // the CTA has all of them, so dK and dV are complete
+  bool unsplit;  // the CTA visits all queries of the tile, so dK and dV are complete
 };
 
-/// Positions number CTAs, or clusters of them.
+/// The order of key tiles. Its positions number CTAs, or clusters of CTAs.
 struct BackwardOrder {
   uint32_t key_tiles = 0;      // of the longest sequence
   uint32_t heads = 0;          // key heads of all batch entries
-  uint32_t heads_kv = 1;       // of one
-  uint32_t section_heads = 1;  // that stand side by side
+  uint32_t heads_kv = 1;       // key heads of one batch entry
+  uint32_t section_heads = 1;  // heads whose tiles stand side by side
   bool last_keys_first = false;
   int32_t group = 1;           // query heads of a key head
-  uint32_t unsplit_tiles = 0;  // from the first of the order on, that are not split
+  uint32_t unsplit_tiles = 0;  // so many tiles, the first in the order, are not split
   int32_t head_splits = 1;     // divides the group
   int32_t query_splits = 1;
 
@@ -73,14 +74,14 @@ struct BackwardOrder {
     return split_at(tile_at(tile_position(position)), position);
   }
 
-  /// Splits along the queries of a key tile with so many query tiles, none of them empty.
+  /// The number of splits along the queries of a key tile with so many query tiles. No split is empty.
   FLASH_EXT_HOST_DEVICE_MEMBER int32_t query_splits_of(int32_t tiles) const {
     return tiles >= query_splits ? query_splits : tiles > 1 ? tiles : 1;
   }
-  /// Slots of a split tile. With a single one the CTA has all of the tile, and uses no slot.
+  /// The number of slots of a split tile. If it is 1, the CTA has all of the tile, and uses no slot.
   FLASH_EXT_HOST_DEVICE_MEMBER int32_t splits_of(int32_t tiles) const { return head_splits * query_splits_of(tiles); }
 
-  /// The share of a CTA of a key tile with the query tiles [begin, end).
+  /// The share that the CTA of `work_tile` has of a key tile with the query tiles [begin, end).
   FLASH_EXT_HOST_DEVICE_MEMBER QueryShare share(const KeyWorkTile& work_tile, int32_t begin, int32_t end) const {
     if (work_tile.slot == KeyWorkTile::kUnsplit) return {0, group, begin, end, true};
     const int32_t tiles = end - begin, splits = query_splits_of(tiles), split = work_tile.split / head_splits;
@@ -90,7 +91,7 @@ struct BackwardOrder {
             begin + tiles * (split + 1) / splits, splits_of(tiles) == 1};
   }
 
-  /// Positions for so many key tiles.
+  /// The number of positions for so many key tiles.
   int64_t positions(int64_t tiles) const { return tiles + split_tiles(tiles) * (splits() - 1); }
   int64_t split_tiles(int64_t tiles) const { return splits() == 1 ? 0 : std::max<int64_t>(tiles - unsplit_tiles, 0); }
 };
@@ -99,7 +100,7 @@ inline BackwardOrder backward_order(int64_t batch, int64_t heads_q, int64_t head
                                     const KeyTileSchedule& schedule, bool last_keys_first) {
   const int64_t heads = batch * heads_kv;
   const int64_t together = last_keys_first ? std::max<int64_t>(heads, 1) : schedule.section_heads;
-  const int64_t sections = std::max<int64_t>(heads / together, 1);  // no last one of a few heads: SMs would be idle
+  const int64_t sections = std::max<int64_t>(heads / together, 1);  // no last section of a few heads: SMs would be idle
   BackwardOrder order;
   order.key_tiles = static_cast<uint32_t>((seqlen_k + block_n - 1) / block_n);
   order.heads = static_cast<uint32_t>(heads);

@@ -15,14 +15,14 @@ namespace flash_ext {
 struct alignas(16) ListedQueries {
   int32_t head;     // counted from the first of the group
   int32_t tile;     // of queries
-  int32_t visible;  // what the mask leaves of it: number in QueryLists::visible; -1: all of it
+  int32_t visible;  // index in QueryLists::visible of its bits; -1: all pairs are visible
   int32_t spare;
 };
 
 struct QueryLists {
   int32_t batches = 0, heads_kv = 0, key_tiles = 0;  // of lists; batches, heads_kv: 1 where all are the same
   int32_t group = 1, query_tiles = 0, query_tiles_of_block = 1;
-  int64_t most_steps = 0;  // of a list
+  int64_t most_steps = 0;  // upper bound on the steps of a list
   int64_t num_visible = 0;
   ListedQueries* steps = nullptr;  // (batches, heads_kv, key_tiles, most_steps)
   int32_t* counts = nullptr;       // (batches, heads_kv, key_tiles)
@@ -38,7 +38,7 @@ struct QueryLists {
   }
 };
 
-/// Fills them.
+/// Launches the kernels that fill the lists.
 void make_query_lists(const AttentionParams& p, const QueryLists& lists, int key_tile, cudaStream_t stream);
 
 }  // namespace flash_ext

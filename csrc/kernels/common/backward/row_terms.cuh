@@ -13,7 +13,7 @@ namespace flash_ext {
 
 constexpr int kRowTermThreads = 256;
 static_assert(kRowTermThreads / 32 == kLargeParts, "each warp has a flag of a tile");
-constexpr int kRowTermCtas = 4;  // an SM's at least: ptxas' own choice of registers spills
+constexpr int kRowTermCtas = 4;  // of an SM at least: ptxas' own choice of registers spills
 
 /// Dot product of 16-byte chunks.
 template <class Element>
@@ -38,11 +38,13 @@ struct RowTerms {
   bool large;         // the row has a LargeLse
 };
 
-/// delta: rowsum(dO * O) - dlse; `finite`: dO is finite; lse in natural units, -inf outside of the sequence.
+/// Computes the row terms of a query. delta: rowsum(dO * O) - dlse; `finite`: dO is finite; lse: in natural units, -inf
+/// outside of the sequence.
 template <class Element>
 __device__ __forceinline__ RowTerms row_terms_of(float delta, bool finite, float lse, bool sink_takes_all) {
   const bool weightless = lse == -INFINITY || (lse == INFINITY && sink_takes_all);
-  // Sanitising removes Inf and NaN of dO from partial tiles. Through P they still reach the pairs that the query sees.
+  // Sanitising removes Inf and NaN of dO from partial tiles. An lse of NaN makes all visible P NaN, so Inf and NaN
+  // still reach the pairs that the query sees.
   const float of_scores = finite && lse != INFINITY ? lse * ScoreUnit<Element>::kPerNatural : NAN;
   const bool large = !ScoreUnit<Element>::kNatural && LargeLse::is(of_scores);
   const float taken_off = large ? of_scores - LargeLse::slack(of_scores) : of_scores;
@@ -83,7 +85,7 @@ struct RowTileOfCta {
  private:
   static constexpr int kHeadsOfNumber = 8;
 
-  /// Called by a whole warp.
+  /// Finds the tile of this CTA. Called by a whole warp.
   __device__ __forceinline__ static RowTileOfCta of_this(const AttentionParams& p, const TileNumbers& numbers) {
     const unsigned heads = static_cast<unsigned>(p.heads_q);
     if (!numbers.by_rows) {
@@ -100,8 +102,8 @@ struct RowTileOfCta {
   }
 };
 
-/// The row terms of a tile of a head, by a CTA of kRowTermThreads. kDqInPlanes: as BackwardWorkspace::dq_of_plane has
-/// the sums of dQ, which become 0.
+/// Writes the row terms of a tile of a head, and zeroes its sums of dQ, by a CTA of kRowTermThreads. kDqInPlanes: the
+/// sums lie as BackwardWorkspace::dq_of_plane says.
 template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false, bool kDqInPlanes = false>
 __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace,
                                                 const volatile RowTileOfCta& cta, int head) {
@@ -112,7 +114,8 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
   const int first = tile_of_cta * kBlockM;
   if (workspace.ticket && blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
   const int64_t tile = workspace.tile_index(p, batch, head, sequence.q_begin, tile_of_cta, kBlockM);
-  // Numbered by rows, those of all slots: whatever cu_seqlens holds, no CTA waits for a turn that never comes.
+  // Where tiles are numbered by rows, the counters of all slots are zeroed, also of tiles that do not exist: whatever
+  // cu_seqlens holds, no CTA waits for a turn that never comes.
   const bool exists = tile_of_cta >= 0 && first < sequence.seqlen_q;
   if (workspace.turns && (exists || workspace.row_tiles.by_rows) && threadIdx.x < kDqWarps)
     workspace.turns[tile * kDqWarps + threadIdx.x] = 0;
@@ -177,8 +180,8 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
   if (threadIdx.x == 0) workspace.has_non_finite[tile] = some_non_finite;
 }
 
-/// static, as the next one: sm90/ instantiates both for 90a alone. Before CUDA 13 the host's stubs of templates are
-/// weak, and other GPUs might get that image.
+/// Writes the row terms. This kernel and the next are static, because sm90/ instantiates both for 90a alone: before
+/// CUDA 13 the host's stubs of templates are weak, and other GPUs might get that image.
 template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false>
 static __global__ void __launch_bounds__(kRowTermThreads, kRowTermCtas)
     backward_row_terms_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
@@ -189,7 +192,7 @@ static __global__ void __launch_bounds__(kRowTermThreads, kRowTermCtas)
     write_row_terms<Element, kHeadDim, kBlockM, kPermuted>(p, workspace, cta, head);
 }
 
-/// One CTA per head, which adds in a fixed order.
+/// Computes dsink: one CTA per head, which adds in a fixed order.
 template <int kBlockM, bool kPermuted = false>
 static __global__ void __launch_bounds__(kRowTermThreads)
     sink_gradient_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {

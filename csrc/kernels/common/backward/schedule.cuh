@@ -10,7 +10,7 @@
 
 namespace flash_ext {
 
-/// The schedule of a call. Its list and sums lie in scratch memory, behind what else the call needs.
+/// The schedule of a call. Its list and sums lie in scratch memory, behind the other memory that the call needs.
 struct BackwardSchedule {
   BackwardOrder order;
   WorkListPlan listing;   // of the key tiles
@@ -20,7 +20,7 @@ struct BackwardSchedule {
   float* sums;            // (slots, slot_elements): dK and dV of the splits
   int64_t bytes;
 
-  /// `last_keys_first`: of all heads, for CTAs of sm80 that add to dQ in turns.
+  /// `last_keys_first`: the last keys of all heads come first, for CTAs of sm80 that add to dQ in turns.
   BackwardSchedule(const BackwardParams& p, int block_n, int head_dim, bool last_keys_first, void* memory)
       : order(backward_order(p.batch, p.heads_q, p.heads_kv, p.seqlen_k, block_n, p.schedule, last_keys_first)),
         listing(list_tiles(p, order, block_n)),
@@ -49,7 +49,8 @@ struct BackwardSchedule {
  private:
   static WorkListPlan list_tiles(const BackwardParams& p, const BackwardOrder& order, int block_n) {
     WorkListPlan plan = backward_work_list(p, block_n, order.last_keys_first);
-    // Each split of a tile has a slot, whether the tile exists or not.
+    // Each split of a tile has a slot, whether the tile exists or not. A list saves the slots of tiles that do not
+    // exist.
     const bool has_spare = plan.most_tiles < int64_t{order.key_tiles} * p.batch;
     plan.listed = plan.listed || (order.splits() > 1 && has_spare);
     return plan;
@@ -60,12 +61,13 @@ struct BackwardSchedule {
 /// (term_position), sums of dQ^T lie in fragments of 8.
 constexpr int kSkippedQueries = 16;
 
-/// A key tile, and the query tiles that see some of it. kAnchored: its sequence begins with the first query that does.
+/// A key tile, and the query tiles that see some of it. kAnchored: `sequence` begins at the first query that sees some
+/// of it, rounded down to a multiple of kSkippedQueries.
 template <int kBlockM, int kBlockN, bool kAnchored = false>
 struct KeyTile {
   Sequence sequence;  // its head is the first of the group
   int first_key;
-  int skipped;     // queries before the first of the sequence as it is here
+  int skipped;     // queries left out before the first of `sequence`
   TileSpan tiles;  // of queries; full: they see all keys that are there
 
   __device__ __forceinline__ KeyTile(const BackwardParams& p, const BackwardOrder& order, const KeyWorkTile& work_tile)
@@ -88,9 +90,9 @@ struct KeyTile {
 template <int kBlockM, int kBlockN, bool kAnchored = false>
 struct BackwardTask : KeyTile<kBlockM, kBlockN, kAnchored> {
   using Base = KeyTile<kBlockM, kBlockN, kAnchored>;
-  using Base::sequence;  // its head is the first of these
+  using Base::sequence;  // its head is the first that the CTA visits
   using Base::tiles;
-  int heads;  // of the group; none: the tile has fewer splits
+  int heads;  // that the CTA visits; 0: the tile has fewer splits
   int slot;   // of a split's sums
 
   __device__ __forceinline__ BackwardTask(const BackwardParams& p, const BackwardSchedule& schedule,

@@ -23,8 +23,8 @@ __device__ __forceinline__ void store_fragment(float* g_fragment, const float (&
   reinterpret_cast<float4*>(g_fragment)[lane] = float4{x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale};
 }
 
-/// The sum over splits of what the lanes 4 g + t of a fragment have, t = 0..3: element e is of row g (e < 2) or g + 8,
-/// and of column 2 t + e % 2.
+/// Sums over splits the elements of the lanes 4 g + t of a fragment, t = 0..3, to x[t]: element e is of row g (e < 2)
+/// or g + 8, and of column 2 t + e % 2.
 __device__ __forceinline__ void sum_splits(float (&x)[4][4], const float* g_fragment, int g, int splits,
                                            int64_t slot_elements) {
 #pragma unroll
@@ -42,14 +42,15 @@ __device__ __forceinline__ void sum_splits(float (&x)[4][4], const float* g_frag
 
 constexpr int kCombineThreads = 256;
 
-/// CTAs of the kernel below for dK of a key tile; as many for dV.
+/// CTAs of combine_splits_kernel for dK of a key tile; it has as many for dV.
 template <int kBlockN, int kHeadDim>
 constexpr int combine_ctas() {
   static_assert(kBlockN * kHeadDim % (16 * kCombineThreads) == 0, "a thread has 16 elements");
   return kBlockN * kHeadDim / 16 / kCombineThreads;
 }
 
-/// static, as other kernels that are instantiated for 90a alone in one file, for all GPUs in another.
+/// Adds up the splits of key tiles. It is static, as other kernels that one file instantiates for 90a alone and another
+/// for all GPUs.
 template <class Element, int kBlockM, int kBlockN, int kHeadDim, bool kAnchored>
 static __global__ void __launch_bounds__(kCombineThreads)
     combine_splits_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardSchedule schedule) {
@@ -77,7 +78,8 @@ static __global__ void __launch_bounds__(kCombineThreads)
   if (row + 8 < seqlen_k) store_eight_of_row(rows.row(row + 8) + 8 * column, x, 2, 1.0f);
 }
 
-/// Runs behind the kernel that stores the sums. Launches nothing where no tile is split. kAnchored: as its KeyTile.
+/// Launches combine_splits_kernel, after the kernel that stores the sums; launches nothing where no tile is split.
+/// kAnchored: as in the KeyTile of the kernel that stores the sums.
 template <class Element, int kBlockM, int kBlockN, int kHeadDim, bool kAnchored = false>
 void combine_splits(const BackwardParams& p, const BackwardSchedule& schedule, bool overlaps_previous,
                     cudaStream_t stream) {

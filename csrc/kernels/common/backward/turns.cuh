@@ -6,8 +6,8 @@
 // work on the unfinished key tile with the lowest number, and that one waits for nobody: there is no deadlock.
 //
 // A CTA visits query tiles from the last one that sees its keys down to the first. Without a left window all CTAs of a
-// head begin with the same one. So each follows the one before at the distance that an addition takes, and hardly
-// waits.
+// head begin with the same query tile. So each CTA follows the CTA before it at the distance that an addition takes,
+// and hardly waits.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +22,8 @@ namespace flash_ext {
 /// Whether the CTAs of a kernel add to dQ in turns. kIfAsked: where the workspace has counters for that.
 enum class TurnTaking { kNever, kIfAsked, kAlways };
 
-/// The number of a CTA among those that have started, taken by one thread. The kernel of row terms has set the ticket
-/// to 0.
+/// The number of a CTA among the CTAs that have started. One thread takes it. The kernel of row terms has set the
+/// ticket to 0.
 __device__ __forceinline__ uint32_t take_number(const BackwardWorkspace& workspace) {
   ptx::wait_for_previous_grid();
   return static_cast<uint32_t>(atomicAdd(workspace.ticket, 1));
@@ -41,10 +41,10 @@ struct QueryTileOrder {
   __device__ __forceinline__ bool takes_turns() const { return stride < 0; }
 };
 
-/// How a warp adds to dQ. Bulk reductions are waited for (ptx::bulk_wait). L2, which all SMs share, has then carried
-/// them out, so what is added behind a turn comes behind them. PTX also asks for fence.acq_rel.gpu, which is slow: it
-/// waits for all that is on its way to L2. GPUs of compute capability 9.0 give the same order without it. Reductions of
-/// registers cannot be waited for in another way, and keep it.
+/// How a warp adds to dQ. kBulk: the warp waits for its bulk reductions (ptx::bulk_wait). L2, which all SMs share, has
+/// then carried them out, so additions of later turns come after them. PTX also asks for fence.acq_rel.gpu, which is
+/// slow: it waits for all accesses on their way to L2. GPUs of compute capability 9.0 give the same order without it.
+/// kOfRegisters: no other instruction waits for reductions of registers, so they keep the fence.
 enum class DqAdditions { kBulk, kOfRegisters };
 
 /// The turns of a warp, one after the other. advance() ends the warp's current turn and reads whether its next one has
@@ -54,22 +54,22 @@ enum class DqAdditions { kBulk, kOfRegisters };
 template <DqAdditions kAdditions>
 class DqTurns {
  public:
-  /// Publishes the last addition, if any, and reads whether the next one may begin. `counters`: of the workspace; a
-  /// slot is that of one.
+  /// Publishes the last addition, if any, and reads whether the next one may begin. `counters`: those of the workspace;
+  /// `slot`: the index of one of them.
   __device__ __forceinline__ void advance(int32_t* counters, int slot, int turn, int lane) {
     const int32_t count = ptx::load_relaxed(counters + slot);
     publish(counters, lane);
     slot_ = slot;
     has_come_ = __all_sync(~0u, count >= turn);
   }
-  /// Until `turn` additions have been counted, and are in memory.
+  /// Waits until `turn` additions have been counted, and are in memory.
   __device__ __forceinline__ void wait(const int32_t* counters, int turn) const {
-    // `<`: lengths that make no sense may count past it, and must not hang.
+    // `<` instead of `!=`: lengths that make no sense may count past `turn`, and must not hang.
     if (!has_come_)
       while (__any_sync(~0u, count_of(counters + slot_) < turn)) continue;
     ptx::fence_proxy_async_global();
   }
-  /// Counts a turn without an addition, if it has come. By one lane.
+  /// Counts a turn without an addition and returns true, if the turn has come. Called by one lane.
   __device__ __forceinline__ static bool skip(int32_t* counters, int slot, int turn) {
     if (count_of(counters + slot) < turn) return false;
     if (kFences) ptx::fence_acquire_release();

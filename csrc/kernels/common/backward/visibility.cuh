@@ -33,7 +33,7 @@ __device__ __forceinline__ TileState block_mask_state(const BlockMaskRows& block
 
 constexpr int kVisibilityThreads = 128;
 
-/// The tile whose words and state a CTA makes.
+/// The tile whose words and state a CTA computes.
 struct VisibilityTileOfCta {
   int query_tile, key_tile, head, batch;
 
@@ -50,8 +50,9 @@ struct VisibilityTileOfCta {
   }
 };
 
-/// Reads a tile of a mask: calls store(row, chunk, bits) for each 16 keys of a row, 0 of queries for which exists(i) is
-/// false. `any` and `all` become what the whole CTA finds.
+/// Reads a tile of a mask: calls store(row, chunk, bits) for each 16 keys of a row, with bits of 0 for queries for
+/// which exists(i) is false. `any` and `all` then say whether the mask leaves any pair and all pairs; `all` must be
+/// true before. The whole CTA calls it.
 template <int kBlockM, int kBlockN, class Exists, class Store>
 __device__ __forceinline__ void read_mask_tile(const MaskRows& mask, int first_query, int first_key, int seqlen_k,
                                                bool& any, bool& all, Exists exists, Store store) {
@@ -73,7 +74,7 @@ __device__ __forceinline__ void read_mask_tile(const MaskRows& mask, int first_q
   all = __syncthreads_and(all);
 }
 
-/// A CTA makes the words and the state of one tile. static, as backward_row_terms_kernel is.
+/// Writes the words and the state of a tile, one tile in each CTA. It is static, as backward_row_terms_kernel is.
 template <int kBlockM, int kBlockN>
 static __global__ void __launch_bounds__(kVisibilityThreads)
     mask_tiles_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ VisibilityTiles tiles) {
@@ -100,8 +101,8 @@ static __global__ void __launch_bounds__(kVisibilityThreads)
   tile.state(tiles) = state;
 }
 
-/// The words of a tile to shared memory, by the first kThreads of the CTA: word (group of 32 keys, query). Copies are
-/// not waited for.
+/// Loads the words of a tile into shared memory, by the first kThreads of the CTA: word (group of 32 keys, query). It
+/// does not wait for the copies.
 template <int kThreads, int kBlockM, int kBlockN>
 __device__ __forceinline__ void load_words(uint32_t s_words, const AttentionParams& p, const VisibilityTiles& tiles,
                                            const Sequence& sequence, int query_tile, int key_tile) {

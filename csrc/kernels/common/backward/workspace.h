@@ -13,7 +13,7 @@
 
 namespace flash_ext {
 
-constexpr int kDqWarps = 8;          // the most that share a tile of dQ
+constexpr int kDqWarps = 8;          // at most so many share a tile of dQ
 constexpr int kDqPlaneColumns = 16;  // of dQ^T, those of a warp
 
 /// Whether masks or a bias may hide a pair that is visible by window and lengths.
@@ -110,8 +110,8 @@ struct BackwardWorkspace {
 
   static bool takes_turns(const BackwardParams& p) { return p.deterministic && p.dq.data && p.seqlen_q > 0; }
 
-  /// Where dQ^T of a row is summed up, whose term is the term-th, a multiple of 8: a head has `planes` planes of all
-  /// its rows, each of kDqPlaneColumns columns, so that an addition may begin at any eighth row.
+  /// The index of the sums of dQ^T of a row; `term`, a multiple of 8, is the number of the row's term. A head has
+  /// `planes` planes of all its rows, each of kDqPlaneColumns columns, so that an addition may begin at any eighth row.
   FLASH_EXT_HOST_DEVICE int64_t dq_of_plane(int64_t term, int64_t head, int plane, int planes, int block_m) const {
     return (term + (head * (planes - 1) + plane) * tiles_per_head * block_m) * kDqPlaneColumns;
   }

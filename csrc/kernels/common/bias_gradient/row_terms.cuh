@@ -11,7 +11,7 @@ constexpr int kBiasRowTermThreads = 128;
 constexpr int kRowTermLanes = 8;  // of a row: 128 bytes at a time
 constexpr int kRowTermRows = kBiasRowTermThreads / kRowTermLanes;
 
-/// Of all rows in memory, whatever sequence has them. static, as backward_row_terms_kernel is.
+/// Writes delta of all rows in memory, whatever sequence has them. It is static, as backward_row_terms_kernel is.
 template <class Element>
 static __global__ void __launch_bounds__(kBiasRowTermThreads)
     bias_row_terms_kernel(const __grid_constant__ BackwardParams p, float* delta, unsigned row_blocks,
@@ -45,7 +45,7 @@ static __global__ void __launch_bounds__(kBiasRowTermThreads)
   delta[head * rows + n] = sum;
 }
 
-/// delta is (heads_q, rows of q in memory).
+/// Launches the kernel that writes delta, (heads_q, rows of q in memory).
 template <class Element>
 void launch_bias_row_terms(const BackwardParams& p, float* delta, cudaStream_t stream) {
   const int64_t row_blocks = (rows_of_head(p) + kRowTermRows - 1) / kRowTermRows;

@@ -11,12 +11,12 @@ struct BiasTileShape {
   constexpr int warps() const { return rows / warp_rows * key_warps(); }
 };
 
-/// Larger tiles are loaded less often. Sums, scores and dP of 32 x 64 are 192 registers of a thread; products of floats
-/// leave no more than half of that.
+/// Larger tiles load Q, K, V and dO less often. Sums, scores and dP of 32 x 64 pairs take 192 registers of a thread;
+/// products of floats leave no more than half of that.
 constexpr BiasTileShape bias_tile_shape(bool is_float) {
   return is_float ? BiasTileShape{64, 64, 16, 64} : BiasTileShape{64, 128, 32, 64};
 }
 
-constexpr int kBiasCtasPerSm = 2;  // what a CTA does beside products hides behind those of the other
+constexpr int kBiasCtasPerSm = 2;  // one computes products while the other does something else
 
 }  // namespace flash_ext

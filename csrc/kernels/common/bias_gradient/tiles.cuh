@@ -26,15 +26,15 @@ struct BiasShape {
   static constexpr int kCtasPerSm = kBiasCtasPerSm;
 };
 
-/// How dbias is cut. The number of chunks depends on the shapes alone, of packed sequences on their number and rows,
-/// and thereby the order of the sum.
+/// How dbias is cut into tiles, and the sum of a tile into chunks. The number of chunks determines the order of the
+/// sum. It depends on the shapes alone, for packed sequences on their number and rows.
 struct BiasTiles {
   static constexpr int64_t kMaxChunks = 65535;  // of gridDim.y
 
   int rows, keys;                              // of a tile
   int batches, heads, query_tiles, key_tiles;  // of dbias
-  int sum_batches, sum_heads;                  // whose scores fall on one tile of dbias
-  bool sums_queries, sums_keys;                // as do those of all tiles of them
+  int sum_batches, sum_heads;                  // batch entries and heads that a tile of dbias sums over
+  bool sums_queries, sums_keys;                // whether it sums over all queries, over all keys
   int64_t chunks;
 
   BiasTiles(const BackwardParams& p, int rows, int keys, int64_t wanted_blocks) : rows(rows), keys(keys) {
@@ -47,7 +47,8 @@ struct BiasTiles {
     sums_queries = p.dbias.row_stride == 0, sums_keys = p.dbias.col_stride == 0;
     query_tiles = static_cast<int>(sums_queries ? 1 : tiles_of_rows(p.seqlen_q, rows));
     key_tiles = static_cast<int>(sums_keys ? 1 : tiles_of_rows(p.seqlen_k, keys));
-    // Packed sequences count as of mean length: a bound on it must change no bits.
+    // Packed sequences count with their mean length: max_seqlen is only a bound, and must not change any bit of the
+    // sum.
     const auto length = [&](const int32_t* cu_seqlens, int64_t longest, int64_t total) {
       return cu_seqlens ? tiles_of_rows(total, std::max<int64_t>(1, p.batch)) : longest;
     };
@@ -89,7 +90,7 @@ struct BiasWorkspace {
 struct DbiasTile {
   int key, query, head, batch;
 
-  /// Number n of a grid with that many tiles along each dimension, keys innermost.
+  /// Tile number n of a grid with that many tiles along each dimension, keys innermost.
   template <class Integer>
   __device__ __forceinline__ DbiasTile(Integer n, int key_tiles, int query_tiles, int heads) {
     key = static_cast<int>(n % key_tiles);
@@ -101,15 +102,15 @@ struct DbiasTile {
       : DbiasTile(n, tiles.key_tiles, tiles.query_tiles, tiles.heads) {}
 };
 
-/// The tiles of scores that fall on a tile of dbias, one after the other: those of a chunk. A sequence has the tiles
-/// within its lengths. All chunks have as many sequences: where that is no whole number, of the first and the last a
-/// share of its lines, which are tiles of queries with all tiles of keys or, where queries are not summed, tiles of
-/// keys.
+/// The score tiles of one chunk that fall on a tile of dbias, one after the other. A sequence has the tiles within its
+/// lengths. All chunks have the same number of sequences. Where that is not a whole number, a chunk has a share of the
+/// lines of its first and of its last sequence. A line is a tile of queries with all tiles of keys or, where queries
+/// are not summed, one tile of keys.
 struct ScoreTiles {
   DbiasTile first;
-  int batch, head = 0, query = 0, key = 0;  // of the current one, counted from `first`
+  int batch, head = 0, query = 0, key = 0;  // of the current score tile, counted from `first`
   int query_tiles = 0, key_tiles = 0;       // of the current sequence
-  uint32_t lines = 0;                       // of it, that are left; 0: nothing is left at all
+  uint32_t lines = 0;                       // of the current sequence that are left; 0: no score tile is left
 
   __device__ __forceinline__ ScoreTiles(const BackwardParams& p, const BiasTiles& tiles, const DbiasTile& first,
                                         uint32_t chunk)
@@ -137,10 +138,11 @@ struct ScoreTiles {
   }
 
  private:
-  /// The first from this one on that has lines of the chunk, if there is one.
+  /// Moves on to the first sequence, from the current one on, that has lines of the chunk, if there is one.
   __device__ __forceinline__ void find_sequence(const BackwardParams& p, const BiasTiles& tiles, uint32_t chunk) {
     const uint32_t chunks = static_cast<uint32_t>(tiles.chunks);
-    // In parts of a sequence; fewer than 2^32, as there are fewer than 2^16 chunks and sequences.
+    // Both count parts, of which a sequence has `chunks`. They are below 2^32, as there are fewer than 2^16 chunks and
+    // sequences.
     const uint32_t begin = tiles.sum_batches * chunk, end = begin + tiles.sum_batches;
     for (; batch * chunks < end; ++batch) {
       const Sequence sequence(p, entry(), 0);
@@ -167,7 +169,7 @@ struct ScoreTiles {
   }
 };
 
-/// A finished tile in shared memory, and what becomes of it. By kThreads threads.
+/// A finished tile in shared memory, which kThreads threads sum up and store.
 template <int kRows, int kKeys, int kThreads>
 struct BiasSum {
   static constexpr int kBytes = kRows * kKeys * 4;
@@ -175,10 +177,12 @@ struct BiasSum {
 
   float* s_sum;
 
-  /// Two neighbours of every row that accumulators hold, and 8 of some rows, lie in different banks.
+  /// The index of an element. It is swizzled so that two neighbours of every row that accumulators hold, and 8 of some
+  /// rows, lie in different banks.
   __device__ __forceinline__ static int at(int row, int column) { return row * kKeys + (column ^ (row % 4 * 8)); }
 
-  /// Sums over rows, columns or both into the first. By all threads; begins and ends with a barrier.
+  /// Sums over rows, columns or both into the first row, column or element. All threads call it; it begins and ends
+  /// with a barrier.
   __device__ __forceinline__ void sum_broadcast(bool over_rows, bool over_columns) const {
     __syncthreads();
     if (over_rows) {

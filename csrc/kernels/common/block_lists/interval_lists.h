@@ -1,10 +1,10 @@
 // Block lists of masks in which each query sees the first keys and an interval of keys: windows with sinks, documents,
 // prefixes, spans.
 //
-// Along a row of blocks, what its queries see of a block changes only where one of their intervals begins or ends in it
-// or at its edge. From one such column to the next, all blocks are alike: a run. A run is hidden, or full, or all its
-// blocks share a bitmap. Two passes go over the runs of a row: the first counts its blocks, which makes the offsets,
-// the second writes its entries and bitmaps.
+// Two neighbouring blocks of a row differ only where the interval of one of the row's queries begins or ends in one of
+// them or at its edge. Between such columns all blocks are alike: a run. A run is hidden, or full, or all its blocks
+// share a bitmap. Two passes go over the runs of a row: the first counts its blocks, which makes the offsets, the
+// second writes its entries and bitmaps.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace flash_ext {
 
-/// What says where intervals begin and end, beside the window.
+/// What says, together with the window, where intervals begin and end.
 enum class IntervalRule : int32_t {
   kWindow,     // nothing; num_global tokens
   kDocuments,  // bounds (num_bounds): tokens see their own document; those outside of all, nothing
@@ -47,8 +47,8 @@ struct IntervalListsParams {
   int32_t* bitmaps = nullptr;     // (batch * rows * max_bitmaps, block_m, block_n / 32)
 };
 
-/// A query sees the keys [0, before) and [begin, end); begin > before, or before is 0. Ends behind the last key are
-/// where its block ends: bits behind it do not keep a block from being full.
+/// A query sees the keys [0, before) and [begin, end); begin > before, or before is 0. An end behind the last key is
+/// moved to the end of that key's block, so that bits behind the last key do not keep the block from being full.
 struct VisibleKeys {
   int before, begin, end;
 };
@@ -72,7 +72,8 @@ FLASH_EXT_LANES_CODE int64_t bound(const IntervalListsParams& p, int64_t n) {
   return p.bounds_are_int64 ? static_cast<const int64_t*>(p.bounds)[n] : static_cast<const int32_t*>(p.bounds)[n];
 }
 
-/// The spans of a batch entry that hold queries of a row lie between these, in whatever order they are.
+/// Finds the range of spans in which all spans of a batch entry lie that hold queries of a row, in whatever order they
+/// are.
 FLASH_EXT_LANES_CODE BlockRow block_row(const IntervalListsParams& p, int number, const Lanes& lanes) {
   BlockRow at = {number / p.rows, number % p.rows, 0, 0};
   if (p.rule != IntervalRule::kSpans) return at;
@@ -104,7 +105,7 @@ FLASH_EXT_LANES_CODE int64_t bounds_up_to(const IntervalListsParams& p, int64_t 
   return low;
 }
 
-/// Where the span ends that a position is in, or 0.
+/// The end of the span that a position is in, or 0.
 FLASH_EXT_LANES_CODE int64_t end_of_span(const IntervalListsParams& p, const BlockRow& at, int64_t position) {
   int64_t end = 0;
   for (int span = at.first_span; span < at.last_span; ++span) {
@@ -126,7 +127,7 @@ FLASH_EXT_LANES_CODE VisibleKeys visible_keys(const IntervalListsParams& p, int6
   return {first, from, to};
 }
 
-/// What query i of a row of blocks sees; those behind the last one see what it does.
+/// The keys that query i of a row of blocks sees. Queries behind the last one see what the last one sees.
 FLASH_EXT_LANES_CODE VisibleKeys visible_keys(const IntervalListsParams& p, const BlockRow& at, int i) {
   const int64_t position = smaller(int64_t{at.row} * p.block_m + i, p.seqlen_q - 1) + p.offset;
   int64_t before = 0;
@@ -161,7 +162,7 @@ FLASH_EXT_LANES_CODE uint32_t visible_bits(const VisibleKeys& keys, int key) {
   return below(keys.before) | (below(keys.end) & ~below(keys.begin));
 }
 
-/// The first column behind `column` whose blocks may differ, because of an edge, from those of the column before it.
+/// The first column behind `column` at which, because of an edge, blocks may differ from the block before.
 FLASH_EXT_LANES_CODE int next_change(int edge, int column, int block_n, int columns) {
   const int holds = edge / block_n, behind = (edge % block_n == 0) ? holds : holds + 1;
   return holds > column ? holds : behind > column ? behind : columns;
@@ -187,12 +188,12 @@ FLASH_EXT_LANES_CODE Run run_from(const IntervalListsParams& p, const BlockRow& 
   return {lanes.min(end), lanes.any(is_seen), lanes.all(is_full)};
 }
 
-/// Where the offsets of a row begin, of all batch entries' rows.
+/// The index of a row's offset. `number` counts the rows of all batch entries.
 FLASH_EXT_LANES_CODE int64_t place_of_offset(const IntervalListsParams& p, int number) {
   return int64_t{number} + number / p.rows;
 }
 
-/// First pass: the number of blocks of a row, in the place of its offset.
+/// First pass: writes the number of blocks of a row in the place of its offset.
 FLASH_EXT_LANES_CODE void count_blocks(const IntervalListsParams& p, int number, const Lanes& lanes) {
   const BlockRow at = block_row(p, number, lanes);
   int count = 0;
@@ -215,7 +216,7 @@ FLASH_EXT_LANES_CODE void write_bitmap(const IntervalListsParams& p, const Block
   }
 }
 
-/// The entries of a run, from one on, as far as there is room.
+/// Writes the entries of a run, from number `entry` on, as far as there is room.
 FLASH_EXT_LANES_CODE void write_entries(const IntervalListsParams& p, int64_t entry, int column, int end, int bitmap_id,
                                         const Lanes& lanes) {
   const int count = static_cast<int>(smaller(end - column, p.max_blocks - entry));
@@ -225,14 +226,14 @@ FLASH_EXT_LANES_CODE void write_entries(const IntervalListsParams& p, int64_t en
   }
 }
 
-/// Bitmaps [begin, end) that no block has, as zeros.
+/// Zeroes the bitmaps [begin, end), which no block has.
 FLASH_EXT_LANES_CODE void zero_bitmaps(const IntervalListsParams& p, int begin, int end, const Lanes& lanes) {
   const int64_t words = int64_t{p.block_m} * (p.block_n / 32);
   for (int64_t word = begin * words + lanes.index; word < end * words; word += Lanes::kCount) p.bitmaps[word] = 0;
 }
 
-/// Second pass: the entries of a row, and its bitmaps. More of these than there is room for are those of bounds that do
-/// not ascend: blocks then have the last one.
+/// Second pass: writes the entries and the bitmaps of a row. There are more bitmaps than room only if bounds do not
+/// ascend: blocks then share the last one.
 FLASH_EXT_LANES_CODE void write_blocks(const IntervalListsParams& p, int number, const Lanes& lanes) {
   const BlockRow at = block_row(p, number, lanes);
   int bitmap = number * p.max_bitmaps;

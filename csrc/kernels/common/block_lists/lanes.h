@@ -22,7 +22,7 @@ struct Lanes {
   __device__ __forceinline__ int min(int x) const { return __reduce_min_sync(~0u, x); }
   __device__ __forceinline__ bool any(bool flag) const { return __any_sync(~0u, flag) != 0; }
   __device__ __forceinline__ bool all(bool flag) const { return __all_sync(~0u, flag) != 0; }
-  /// How many lanes have the flag, and how many of those before this one.
+  /// How many lanes have the flag; how many of the lanes before this one have it.
   __device__ __forceinline__ int count(bool flag) const { return __popc(__ballot_sync(~0u, flag)); }
   __device__ __forceinline__ int rank(bool flag) const {
     return __popc(__ballot_sync(~0u, flag) & ((1u << index) - 1));

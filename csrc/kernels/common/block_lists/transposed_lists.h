@@ -50,7 +50,8 @@ FLASH_EXT_LANES_CODE int64_t entry_of(const TransposedListsParams& p, const int3
   return low < end && p.indices[low] == column ? low : -1;
 }
 
-/// The columns of all heads are numbered; each has an offset, and each head one more behind its last column.
+/// The index of a column's offset. `number` counts the columns of all heads. Each head has one more offset, behind that
+/// of its last column.
 FLASH_EXT_LANES_CODE int64_t place_of_offset(const TransposedListsParams& p, int number) {
   return int64_t{number} + number / p.columns;
 }
@@ -59,7 +60,8 @@ struct RowRange {
   int begin, end;
 };
 
-/// Counts those of these rows that list a column, and unless `entry` is negative writes them from there on.
+/// Counts the rows of a range that list a column and, unless `entry` is negative, writes them as entries from `entry`
+/// on.
 FLASH_EXT_LANES_CODE int rows_of_column(const TransposedListsParams& p, int number, RowRange rows, int64_t entry,
                                         const Lanes& lanes) {
   const int head = number / p.columns, column = number % p.columns;
@@ -79,18 +81,19 @@ FLASH_EXT_LANES_CODE int rows_of_column(const TransposedListsParams& p, int numb
   return count;
 }
 
-/// First pass, which is to leave the number of rows of a column in the place of its offset.
+/// First pass: counts the rows of a range that list a column. The caller writes the sum over all ranges in the place of
+/// the column's offset.
 FLASH_EXT_LANES_CODE int count_rows(const TransposedListsParams& p, int number, RowRange rows, const Lanes& lanes) {
   return rows_of_column(p, number, rows, -1, lanes);
 }
 
-/// Second pass: the entries of a column, behind those of the rows before these.
+/// Second pass: writes the entries of a range of rows in a column, behind the `before` entries of the rows before them.
 FLASH_EXT_LANES_CODE void write_rows(const TransposedListsParams& p, int number, RowRange rows, int before,
                                      const Lanes& lanes) {
   rows_of_column(p, number, rows, int64_t{p.transposed_offsets[place_of_offset(p, number)]} + before, lanes);
 }
 
-/// Bit tiles: 32 queries by 32 keys, of all bitmaps.
+/// The number of bit tiles, of 32 queries by 32 keys, of all bitmaps.
 FLASH_EXT_LANES_CODE int64_t num_bit_tiles(const TransposedListsParams& p) {
   return p.num_bitmaps * (p.block_m / 32) * (p.block_n / 32);
 }

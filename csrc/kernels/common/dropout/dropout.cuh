@@ -66,7 +66,8 @@ struct Dropout {
   }
 
  private:
-  /// draw_kept_weights(), with one call of Philox after the other: many kernels have no registers for both at once.
+  /// Does what draw_kept_weights() does, with one call of Philox after the other: many kernels have no registers for
+  /// both at once.
   __device__ __forceinline__ uint32_t draw(const DropoutRule& rule, int i, int j) const {
     uint32_t kept = rule.start;
 #pragma unroll

@@ -81,19 +81,20 @@ __device__ __forceinline__ PhiloxWords random_words(const RandomKey& key, const 
   return {{c0, c1, c2, c3}};
 }
 
-/// The same as draw_kept_weights().
+/// Gives what draw_kept_weights() of philox.h gives.
 __device__ __forceinline__ uint32_t draw_kept_weights(const DropoutRule& rule, const RandomKey& key,
                                                       const QueryRandomBits& query, const KeyRandomBits& keys) {
   return kept_weights(rule, random_words(key, query.product[0], keys), random_words(key, query.product[1], keys));
 }
 
-/// A pair of 16-bit weights. The first becomes 0 if the sign bit of `byte` of x is 0, the second by y.
+/// Drops weights of a pair of 16-bit weights. The first becomes 0 if the sign bit of byte number `byte` of x is 0, the
+/// second if that of y is.
 __device__ __forceinline__ uint32_t keep_pair(uint32_t pair, uint32_t x, uint32_t y, int byte) {
   return pair & ptx::pair_byte_signs(x, y, byte);
 }
 
-/// Packed weights as accumulators lie whose rows are queries: of 64 keys, in steps of 16, of which register 2 r + h has
-/// the keys 8 r + 2 (lane % 4) + {0, 1} of row lane / 4 + 8 h.
+/// Drops packed weights, which lie as accumulators whose rows are queries: 64 keys, in steps of 16. Register 2 r + h of
+/// a step has the keys 8 r + 2 (lane % 4) + {0, 1} of row lane / 4 + 8 h.
 __device__ __forceinline__ void keep_weights(uint32_t (&step)[4], uint32_t kept, int number_of_step) {
   const uint32_t x = kept << number_of_step, y = kept << (number_of_step + 4);
 #pragma unroll
@@ -109,17 +110,20 @@ struct KeptTile {
   static constexpr int kWordsOfGroup = kQueries * 2;  // of 64 keys
   static constexpr int bytes(int keys) { return (keys + kDropoutKeys - 1) / kDropoutKeys * kWordsOfGroup * 4; }
 
-  /// The first query and the first key of a word, from the tile's on, whose keys count from a whole group.
+  /// The first query and the first key of a word, counted from the tile's first query and from the first key of the
+  /// group of 64 in which the tile begins.
   __device__ __forceinline__ static int query(uint32_t word) { return word % kWordsOfGroup / 32 * 16 + word % 8; }
   __device__ __forceinline__ static int key(uint32_t word) {
     return word / kWordsOfGroup * kDropoutKeys + word / 8 % 4 * 2;
   }
-  /// Where a lane finds the two words of its queries of sixteen, 2 (lane % 4) and the next, which it shifts by shift().
+  /// The byte offset of two words of sixteen queries: those of the lane's queries 2 (lane % 4) and the next. The lane
+  /// shifts them by shift().
   __device__ __forceinline__ static uint32_t at(uint32_t key_group, uint32_t lane) {
     return 4 * (key_group * kWordsOfGroup + lane / 8 * 8 + lane % 4 * 2);
   }
   static constexpr uint32_t kStepBytes = 32 * 4;  // to the next sixteen queries
-  /// For the lane's keys in the 16 from first_key on: bytes 2 h + r then have the signs of query h * 8 and key r * 8.
+  /// The shift for the lane's keys among the 16 from first_key on. Byte 2 h + r then has the sign of query 8 h and key
+  /// 8 r.
   __device__ __forceinline__ static int shift(uint32_t first_key, uint32_t lane) {
     return lane / 4 % 2 * 4 + first_key / 16 % 4;
   }

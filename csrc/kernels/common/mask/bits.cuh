@@ -1,6 +1,6 @@
-// Visible pairs as bits. A word holds one query's bits for 32 keys, in one of three orders: that of the keys, in which
-// masks are read, and two orders of accumulators, which main loops test faster. Where scores have keys as rows, a word
-// holds one key's bits for the queries of a lane (TransposedOrder).
+// Visible pairs as bits. A word holds one query's bits for 32 keys, in one of three orders: in the order of the keys,
+// in which masks are read, or in one of two orders of accumulators, which main loops test faster. Where scores have
+// keys as rows, a word holds one key's bits for the queries of a lane (TransposedOrder).
 //
 // An accumulator: number n of the 8 keys, t = lane % 4, and c, the second of the lane's two keys: key 8 n + 2 t + c.
 #pragma once
@@ -11,7 +11,7 @@
 
 namespace flash_ext {
 
-/// Brings the kBits lowest bits of the bytes of a word together, where no others are set.
+/// Packs the kBits lowest bits of each byte of a word together. No other bits may be set.
 template <int kBits>
 __device__ __forceinline__ uint32_t gather_bytes(uint32_t bytes) {
   // A product that shifts byte k to bit 24 + kBits k; what else it makes stays below bit 24 or leaves the word.
@@ -19,7 +19,7 @@ __device__ __forceinline__ uint32_t gather_bytes(uint32_t bytes) {
   return bytes * kShifts >> 24 & ((1u << 4 * kBits) - 1);
 }
 
-/// 16 keys of a boolean mask, as bytes of 0 and 1, as bits.
+/// Packs 16 keys of a boolean mask, bytes of 0 and 1, into bits.
 __device__ __forceinline__ uint32_t bits_of_bytes(const uint4& bytes) {
   return gather_bytes<1>(bytes.x) | gather_bytes<1>(bytes.y) << 4 | gather_bytes<1>(bytes.z) << 8 |
          gather_bytes<1>(bytes.w) << 12;
@@ -33,8 +33,8 @@ struct KeyOrder {
   }
 };
 
-/// Each of the four lanes of a row has a part of its own, the byte of its keys: bit 2 n + c. Parts of a row that has
-/// more words follow each other.
+/// Each of the four lanes of a row has a part of its own: a byte with the bits of its keys, bit 2 n + c. Where a row
+/// has several words, the parts of a lane follow each other.
 struct QuadOrder {
   /// The part of lane t, from a word in the order of the keys.
   __device__ __forceinline__ static uint32_t part(uint32_t word, int t) {
@@ -43,10 +43,10 @@ struct QuadOrder {
   __device__ __forceinline__ static bool sees(uint32_t part, int n, int c) { return part >> (2 * n + c) & 1u; }
 };
 
-/// All lanes share a word: bit 16 (t % 2) + 4 (t / 2) + 8 c + n. Bits of one register of all n follow each other, which
-/// makes predicates of them by the half dozen.
+/// All lanes share a word: bit 16 (t % 2) + 4 (t / 2) + 8 c + n. The bits of all n of one c follow each other, so that
+/// ptxas makes predicates of half a dozen at a time.
 struct RegisterOrder {
-  /// A word in the order of the keys, in this one.
+  /// Converts a word in the order of the keys to this order.
   __device__ __forceinline__ static uint32_t pack(uint32_t word) {
     uint32_t result = 0;
 #pragma unroll
@@ -65,11 +65,11 @@ struct RegisterOrder {
 /// the signs of both halves of the word are those of the pair n of an operand.
 struct TransposedOrder {
   __device__ __forceinline__ static constexpr int bit(int n, int c) { return 15 - n + 16 * c; }
-  /// Queries [begin, end), counted from the lane's first.
+  /// The bits of the queries [begin, end), counted from the lane's first.
   __device__ __forceinline__ static uint32_t between(int begin, int end) {
     return of_first(begin, end) | of_first(begin - 1, end - 1) << 16;
   }
-  /// 0xFFFF in those halves whose pair is visible.
+  /// 0xFFFF in each half whose pair is visible.
   __device__ __forceinline__ static uint32_t mask_of_pair(uint32_t word, int n) { return ptx::spread_signs(word << n); }
 
  private:

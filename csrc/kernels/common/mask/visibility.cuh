@@ -43,8 +43,8 @@ __device__ __forceinline__ uint32_t mask_bits(const MaskRows& mask, int row, int
   return bits;
 }
 
-/// The words of the tile of queries [first_query, + kRows) and keys [first_key, + kKeys), word (row, group) at
-/// s_words[row * (kKeys / 32) + group]. All kThreads of the CTA call it; it ends with a barrier, and begins with one
+/// Writes the words of the tile of queries [first_query, + kRows) and keys [first_key, + kKeys), word (row, group) to
+/// s_words[row * (kKeys / 32) + group]. All kThreads of the CTA call it. It ends with a barrier, and begins with one
 /// that lets earlier readers of s_words finish.
 template <int kThreads, int kRows, int kKeys>
 __device__ __forceinline__ TileVisibility build_visibility(uint32_t* s_words, const MaskRows& mask,
@@ -70,8 +70,8 @@ __device__ __forceinline__ TileVisibility build_visibility(uint32_t* s_words, co
   return {some, some && __syncthreads_and(all == 0xFFFFu) != 0};
 }
 
-/// Sets the scores of a warp that such words hide to -inf. word(row, group) is the word of the lane's row, 0, 8, 16,
-/// ... counted from its first one, and of the group-th 32 keys of the warp.
+/// Sets the scores of a warp that visibility words hide to -inf. word(row, group) is the word of the lane's row, 0, 8,
+/// 16, ... counted from its first one, and of the group-th 32 keys of the warp.
 template <int kM, int kN, class Word>
 __device__ __forceinline__ void hide_by_words(float (&s)[kM][kN][4], int lane, Word word) {
   for_each_score(s, [&](float& x, int m, int n, int e) {

@@ -17,17 +17,18 @@ namespace flash_ext {
 struct ForwardSchedule {
   int blocks_m;       // of the longest sequence
   int heads;          // of all batch entries
-  int section_heads;  // of which so many run side by side
-  int last_section;   // from this one on, all; a multiple of the above
-  // Positions taken, besides the first of each CTA. Null where there are no more than those, or in_turn.
+  int section_heads;  // so many heads run side by side
+  int last_section;   // from this head on, all run side by side; a multiple of section_heads
+  // Counts the positions taken, besides the first of each CTA. Null where each CTA has one position at most, or
+  // in_turn.
   unsigned long long* taken;
-  // Of positions, and of those of a section, but the last.
+  // section_tiles divides positions; section_width, or last_width in the last section, a position within its section.
   LongDivisor section_tiles = LongDivisor(int64_t{section_heads} * blocks_m);
   LongDivisor section_width = LongDivisor(section_heads), last_width = LongDivisor(heads - last_section);
   int64_t work_tiles = int64_t{heads} * blocks_m;  // with a list: at most
   LongDivisor heads_of_entry = LongDivisor(1);     // of a batch entry
   WorkList list = {};    // of packed sequences; then nothing above but `taken` and `work_tiles` counts
-  bool in_turn = false;  // every so many positions, which nobody takes
+  bool in_turn = false;  // each CTA follows turn_after(), and no counter is needed
 
   __device__ __forceinline__ int64_t take() const {
     if (!taken) return size();
@@ -43,7 +44,7 @@ struct ForwardSchedule {
   template <class WorkTile>
   __device__ __forceinline__ void trim(int64_t, WorkTile&) const {}
 
-  /// Position in the order -> tile of queries.
+  /// Finds the work tile at a position of the order.
   __device__ __forceinline__ TileIndex locate(int64_t position) const {
     if (list) return list.locate(static_cast<int>(position));
     int head, block;
@@ -52,19 +53,20 @@ struct ForwardSchedule {
   }
 
  protected:
-  /// To and fro over the CTAs: one with a long tile gets a short one next.
+  /// The next position of a CTA. The order goes to and fro over the CTAs, so that a CTA with a long tile gets a short
+  /// one next.
   __device__ __forceinline__ static int64_t turn_after(int64_t position) {
     const uint32_t ctas = ptx::grid_ctas();
     return position + 2 * (ctas - 1 - static_cast<uint32_t>(position) % ctas) + 1;
   }
 
-  /// Head of all batch entries -> of its entry.
+  /// Turns a head among those of all batch entries into one of its entry.
   __device__ __forceinline__ TileIndex of_entry(int head, int block) const {
     const int batch = static_cast<int>(heads_of_entry.quotient(head));
     return {batch, head - batch * static_cast<int>(heads_of_entry.value), block};
   }
 
-  /// Head of all batch entries, tile of queries.
+  /// Finds the head, among those of all batch entries, and the query tile of a position.
   __device__ __forceinline__ void locate_in_sections(int64_t position, int& head, int& block) const {
     const int section = static_cast<int>(section_tiles.quotient(position));
     const int first_head = min(section * section_heads, last_section);
@@ -76,7 +78,7 @@ struct ForwardSchedule {
   }
 };
 
-/// What a schedule becomes where tiles are listed, in its workspace.
+/// Makes a schedule follow the list in its workspace, where tiles are listed.
 inline void use_list(ForwardSchedule& schedule, const WorkListPlan& plan, void* workspace) {
   if (!plan.listed) return;
   schedule.list = plan.view(workspace);
@@ -84,7 +86,7 @@ inline void use_list(ForwardSchedule& schedule, const WorkListPlan& plan, void* 
   schedule.work_tiles = grid_size(plan.max_work_tiles());
 }
 
-/// Zeroes the counter of work tiles. The kernel behind it may start while this one runs.
+/// Zeroes the counter of work tiles. The kernel after it may start while this one runs.
 void zero_forward_workspace(void* workspace, cudaStream_t stream);
 
 }  // namespace flash_ext

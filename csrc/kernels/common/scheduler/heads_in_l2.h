@@ -1,4 +1,4 @@
-// How many heads run side by side: those whose keys and values fit into L2 together.
+// How many heads run side by side: as many as have keys and values that fit into L2 together.
 #pragma once
 
 #include <algorithm>

@@ -9,15 +9,15 @@ namespace flash_ext {
 struct KeySplits {
   static constexpr int32_t kWholeShare = 1 << 16;
 
-  int64_t first_tile = 0;      // in the order of query tiles; those before it are not split
-  int32_t tiles = 0;           // that are split; 0: none
-  int32_t unsplit_behind = 0;  // that follow these, and are not split
+  int64_t first_tile = 0;      // in the order of query tiles; tiles before it are not split
+  int32_t tiles = 0;           // query tiles that are split; 0: none
+  int32_t unsplit_behind = 0;  // tiles after these, which are not split
   int32_t long_splits = 0;
   int32_t short_splits = 0;
   int32_t short_share = 0;  // of kWholeShare: the keys of a short split; long ones share the rest
 
   constexpr int32_t per_tile() const { return long_splits + short_splits; }
-  /// Positions in the order that it adds to those of unsplit tiles.
+  /// How many positions the splits add to the order.
   constexpr int64_t more_positions() const { return tiles > 0 ? int64_t{tiles} * (per_tile() - 1) : 0; }
 };
 

@@ -12,8 +12,8 @@
 
 namespace flash_ext {
 
-/// The last of `count` slots whose value, which rises, is at most `value`; 0 if there is none. By a whole warp, or by
-/// all threads of a CTA that has fewer.
+/// Finds the last of `count` slots whose value is at most `value`; 0 if there is none. Values ascend. A whole warp
+/// calls it, or all threads of a CTA that has fewer.
 template <class ValueAt>
 __device__ __forceinline__ int last_index_up_to(int64_t value, int count, ValueAt value_at) {
   const int lane = static_cast<int>(threadIdx.x) % 32, lanes = min(static_cast<int>(blockDim.x), 32);

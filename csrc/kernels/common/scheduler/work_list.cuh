@@ -30,7 +30,7 @@ namespace flash_ext {
 
 enum class WorkListSide { kQueries, kKeys };  // whose tiles are listed
 
-/// Before the entries in memory.
+/// The head of a list. It lies before the entries in memory.
 struct alignas(128) WorkListHead {
   unsigned long long taken;  // positions taken by persistent CTAs, besides the first of each
 };
@@ -43,7 +43,7 @@ struct WorkList {
   Divisor bundle_heads = Divisor(1);
 
   __device__ __forceinline__ explicit operator bool() const { return head != nullptr; }
-  /// Below WorkListPlan::max_work_tiles().
+  /// Finds the work tile at a position below WorkListPlan::max_work_tiles().
   __device__ __forceinline__ TileIndex locate(int position) const {
     const int at = static_cast<int>(bundle_heads.quotient(static_cast<uint32_t>(position)));
     const int4 entry = *reinterpret_cast<const int4*>(entries + at);
@@ -79,8 +79,8 @@ struct WorkListPlan {
   }
 };
 
-/// The list of a forward: query tiles, those with the most keys under a causal mask first. K and V of a section fit
-/// into L2.
+/// The list of a forward: query tiles. Under a causal mask, the tiles with the most keys come first. K and V of a
+/// section fit into L2.
 inline WorkListPlan forward_work_list(const AttentionParams& p, int64_t block_m) {
   constexpr int64_t kKeyBytesInL2 = 32 << 20;
   const int64_t row_bytes = (p.head_dim + p.head_dim_v) * (p.dtype == DType::kFloat32 ? 4 : 2);

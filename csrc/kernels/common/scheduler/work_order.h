@@ -1,11 +1,12 @@
 // The order in which CTAs take the tiles of sequences whose lengths only the device knows. Host and device share it:
 // the kernel that lists the tiles (work_list.cuh), the plan, and tests.
 //
-// Sequences are sorted longest first. Neighbours whose rows of the other side fit into L2 together, for all heads, or
-// into a part of it, form a section; a sequence that does not fit is a section of its own. Within a section the tiles
-// that cost the most come first, those of all its sequences and heads side by side. This balances the tail wave, and
-// tiles that read the same data run at the same time. In a section of one long sequence as many heads run side by side
-// as fit, in whole bundles: an entry of the list is a tile for a bundle of heads.
+// Sequences are sorted longest first. Neighbours form a section if their rows of the other side, for all heads, fit
+// together into L2 or into a part of it; a sequence that does not fit is a section of its own. Within a section the
+// tiles that cost the most come first. Tiles of equal cost stand side by side, from all sequences and heads of the
+// section. This balances the tail wave, and tiles that read the same data run at the same time. In a section of one
+// long sequence as many heads run side by side as fit, in whole bundles: an entry of the list is a tile for a bundle of
+// heads.
 //
 // Under a causal mask the last queries of a sequence see the most keys, and its first keys have the most queries. So
 // the rank of a tile counts from one end of its sequence, and its cost is the number of tiles left to the other end.
@@ -22,8 +23,8 @@ namespace flash_ext {
 /// The parameters of the order, which the host sets.
 struct WorkOrder {
   int32_t block;         // rows of a tile
-  int32_t heads;         // of work tiles, of a sequence
-  int32_t bundle_heads;  // of an entry; divides heads
+  int32_t heads;         // each tile of a sequence is a work tile for so many heads
+  int32_t bundle_heads;  // heads of an entry; divides `heads`
   int32_t bundles;       // of all heads
   bool last_tile_first;  // of a sequence: the tile that costs the most
   int64_t rows_in_l2;    // rows of the other side that fit into L2, for a bundle of heads
@@ -65,7 +66,7 @@ struct TileIndex {
 
 constexpr int32_t kNoTile = INT32_MAX;
 
-/// Sequences that are sorted together. More of them than that are listed chunk by chunk.
+/// At most so many sequences are sorted together. More are listed chunk by chunk.
 constexpr int kWorkListChunk = 4096;
 
 // A sequence as it is sorted: longest first, then by the other side's rows, then in their order.
@@ -96,12 +97,13 @@ FLASH_EXT_HOST_DEVICE bool has_own_section(const WorkOrder& order, int64_t other
   return other_rows * order.bundles > order.rows_in_l2;
 }
 
-/// Number of the section by the other side's rows of all sequences before this one in the order.
+/// The number of a sequence's section. rows_before: the other side's rows of all sequences before it in the order.
 FLASH_EXT_HOST_DEVICE int64_t section_number(const WorkOrder& order, int64_t rows_before) {
   return rows_before * order.bundles / order.section_rows;
 }
 
-/// Whether a section begins with a sequence. Keys and rows before: of it, and of the one before it in the order.
+/// Whether a section begins with the sequence of `key`. previous_key: of the sequence before it in the order.
+/// rows_before: the other side's rows of all sequences before it.
 FLASH_EXT_HOST_DEVICE bool begins_section(const WorkOrder& order, uint64_t key, uint64_t previous_key,
                                           int64_t rows_before) {
   const int64_t previous_rows = other_rows_of_key(previous_key);
@@ -119,7 +121,7 @@ FLASH_EXT_HOST_DEVICE int32_t tile_of_rank(const WorkOrder& order, int32_t tiles
 FLASH_EXT_HOST_DEVICE int64_t index_among_tiles(const uint64_t* keys, const int64_t* tiles_before, int begin, int end,
                                                 int sequence, int32_t rank) {
   const int32_t cost = tiles_of_key(keys[sequence]) - rank;
-  // Sequences with more tiles than that have some which cost more.
+  // Only sequences with more tiles than `cost` have tiles that cost more.
   int low = begin, high = end;
   if (tiles_of_key(keys[end - 1]) > cost) low = end;
   if (tiles_of_key(keys[begin]) <= cost) high = begin;
@@ -149,7 +151,7 @@ FLASH_EXT_HOST_DEVICE int64_t index_in_section(const WorkOrder& order, uint64_t 
 /// The most tiles that `batch` sequences can have with `rows` rows in total, none longer than `longest`.
 FLASH_EXT_HOST_DEVICE int64_t most_tiles(int64_t batch, int64_t longest, int64_t rows, int64_t block) {
   const int64_t by_length = batch * tiles_of_rows(longest, block);
-  const int64_t by_rows = (rows + batch * (block - 1)) / block;  // each sequence has one that is not whole
+  const int64_t by_rows = (rows + batch * (block - 1)) / block;  // each sequence has at most one partial tile
   return by_length < by_rows ? by_length : by_rows;
 }
 

@@ -1,6 +1,6 @@
-// A warp's bias tile in shared memory, loaded by cp.async while the tile before is multiplied. Reading the bias element
-// by element from global memory would cost several times what the whole tile of attention does. No other warp reads the
-// tile, so a warp waits only for its own copies.
+// A warp's bias tile in shared memory, loaded by cp.async while the tile before is multiplied. To read the bias element
+// by element from global memory would cost several times what the whole tile of attention does. No other warp reads
+// the tile, so a warp waits only for its own copies.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,8 +13,8 @@
 
 namespace flash_ext {
 
-/// saturate_bias() of all elements of a warp's tile in shared memory, `bytes` of it. Slow: for rows that are computed
-/// again.
+/// Applies saturate_bias() to all elements of a warp's tile in shared memory, which has `bytes` bytes. Slow: only for
+/// rows that are recomputed.
 template <class T>
 __device__ __forceinline__ void saturate_tile(uint32_t s_tile, int bytes, float most, int lane) {
 #pragma unroll 1
@@ -29,7 +29,7 @@ __device__ __forceinline__ void saturate_tile(uint32_t s_tile, int bytes, float 
   __syncwarp();
 }
 
-/// kRows queries and kKeys keys. One row stands for all where the bias is the same for every query.
+/// A tile of kRows queries and kKeys keys. Where the bias is the same for every query, its first row stands for all.
 template <int kRows, int kKeys>
 struct BiasTile {
   uint32_t s_tile;  // aligned to 128 bytes
@@ -40,7 +40,7 @@ struct BiasTile {
   static constexpr int kBytes32 = TileLayout<float, kKeys>::bytes(kRows);
   static int64_t bytes(const ScoreView& bias) { return bias.dtype == DType::kFloat32 ? kBytes32 : kBytes16; }
 
-  /// Without waiting. Keys from seqlen_k on and queries from seqlen_q on become 0.
+  /// Starts the copies of a tile without waiting. Keys from seqlen_k on and queries from seqlen_q on become 0.
   __device__ __forceinline__ void load(const Sequence& sequence, int first_query, int first_key) const {
     bias.dtype == DType::kFloat32 ? load_as<float>(sequence, first_query, first_key)
                                   : load_as<uint16_t>(sequence, first_query, first_key);
@@ -52,13 +52,13 @@ struct BiasTile {
     for_each(s, [&](float& x, float b) { x = fmaf(b, factor, x); });
   }
 
-  /// See saturate_tile(). float16 has no number that is too large.
+  /// Applies saturate_tile(). float16 has no number that is too large.
   __device__ __forceinline__ void saturate(float most) const {
     if (bias.dtype == DType::kFloat32) saturate_tile<float>(s_tile, kBytes32, most, lane);
     if (bias.dtype == DType::kBFloat16) saturate_tile<__nv_bfloat16>(s_tile, kBytes16, most, lane);
   }
 
-  /// 0 in place of weights that the bias hides by -inf: even of those that are NaN, for scores of hidden keys may be.
+  /// Zeroes weights that the bias hides by -inf, even if they are NaN, as scores of hidden keys may be.
   template <int kM, int kN>
   __device__ __forceinline__ void hide(float (&p)[kM][kN][4]) const {
     for_each(p, [](float& x, float b) { x = b == -INFINITY ? 0.0f : x; });

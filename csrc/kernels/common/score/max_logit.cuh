@@ -6,8 +6,8 @@
 
 namespace flash_ext {
 
-/// Raises a float in memory to x; NaN is above all. As integers, floats without a sign ascend and those with one
-/// descend.
+/// Raises a float in memory to x; NaN is above all. Compared as integers, non-negative floats ascend, and floats with a
+/// sign descend.
 __device__ __forceinline__ void atomic_max_or_nan(float* g_target, float x) {
   constexpr int kLargestNaN = 0x7fffffff;
   const int bits = x == x ? __float_as_int(x) : kLargestNaN;
@@ -18,7 +18,7 @@ __device__ __forceinline__ void atomic_max_or_nan(float* g_target, float x) {
   }
 }
 
-/// Raises the head's max_logit to a score in natural units; -inf, of what sees nothing, is there beforehand.
+/// Raises the head's max_logit to a score in natural units. It is -inf beforehand, and stays so where nothing is seen.
 __device__ __forceinline__ void raise_max_logit(const ForwardParams& p, const Sequence& sequence, float score) {
   if (score == -INFINITY) return;
   atomic_max_or_nan(static_cast<float*>(p.max_logit) + sequence.batch * p.heads_q + sequence.head, score);

@@ -15,7 +15,8 @@
 
 namespace flash_ext {
 
-/// What makes scores of products where there is no softcap. `per_natural`: of the unit of scores.
+/// The factor that turns products into scores where there is no softcap. `per_natural`: kPerNatural of the unit of
+/// scores.
 FLASH_EXT_HOST_DEVICE float score_scale(const AttentionParams& p, float per_natural) {
   return static_cast<float>(p.softmax_scale) * per_natural;
 }
@@ -31,7 +32,7 @@ struct ScoreFactors {
       : ScoreFactors(p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap) : score_scale(p, per_natural),
                      static_cast<float>(p.softcap) * per_natural) {}
 
-  /// With a scale that is rounded once.
+  /// Computes the factors for the backward, with a scale that is rounded once.
   FLASH_EXT_HOST_DEVICE static ScoreFactors of_backward(const AttentionParams& p, float per_natural) {
     return {static_cast<float>(p.softcap > 0.0 ? p.softmax_scale / p.softcap : p.softmax_scale * per_natural),
             static_cast<float>(p.softcap) * per_natural};

@@ -17,7 +17,7 @@ __device__ __forceinline__ float softcap_tanh(float x) {
   if constexpr (sizeof(Element) == 4) return tanhf(x);
   return ptx::tanh_approx(x);
 }
-/// With an error of 1e-7, as precise as an lse in float.
+/// tanh with an error of 1e-7, as precise as an lse in float.
 template <class Element>
 __device__ __forceinline__ float softcap_tanh_of_lse(float x) {
   if constexpr (sizeof(Element) == 4) return tanhf(x);

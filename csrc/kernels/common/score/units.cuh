@@ -1,4 +1,4 @@
-// The unit of scores, base 2 or natural, and what their size requires: bounds of weights, stabilisers and biases.
+// The unit of scores, base 2 or natural, and what large scores require: bounds of weights, stabilisers and biases.
 #pragma once
 
 #include <cuda_fp16.h>

@@ -27,7 +27,7 @@ constexpr int kNormThreads = 128;     // of a CTA, as long as a row does not nee
 constexpr int kNormMaxThreads = 512;  // of a row
 constexpr int kNormVectors = 4;       // of a lane
 
-/// What one instruction loads.
+/// A vector of 16 bytes, which one instruction loads.
 template <class T>
 struct alignas(16) NormVector {
   static constexpr int kSize = 16 / sizeof(T);
@@ -39,7 +39,7 @@ __device__ __forceinline__ NormVector<T> load_vector(const void* row, int64_t ve
   return static_cast<const NormVector<T>*>(row)[vector];
 }
 
-/// The sum over the threads of a row, which are whole warps of one CTA; `partial` has room for one number a warp.
+/// Sums over the threads of a row, which are whole warps of one CTA; `partial` has room for one number a warp.
 __device__ __forceinline__ float row_sum(float x, int row_threads, float* partial) {
 #pragma unroll
   for (int lanes = kNormWarp / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);
@@ -58,7 +58,7 @@ struct NormMoments {
   float scale;  // 1 / sqrt(variance + eps)
 };
 
-/// Moments from the sums of distances to a first mean, and of their squares.
+/// Computes moments from the sums of distances to a first mean, and of their squares.
 __device__ __forceinline__ NormMoments moments(const AddLayerNormParams& p, float mean, float distances,
                                                float squares) {
   const float width = static_cast<float>(p.width);
@@ -67,7 +67,7 @@ __device__ __forceinline__ NormMoments moments(const AddLayerNormParams& p, floa
   return {mean + correction, rsqrtf(variance + static_cast<float>(p.eps))};
 }
 
-/// Rows of whole vectors, at most kNormVectors for each of row_threads threads.
+/// Serves rows of whole vectors, at most kNormVectors for each of row_threads threads.
 template <class T>
 __global__ void __launch_bounds__(kNormMaxThreads, 1)
     add_layer_norm_kernel(const __grid_constant__ AddLayerNormParams p, int row_threads) {
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
   }
 }
 
-/// Any rows: a warp for each, element by element.
+/// Serves any rows: a warp for each, element by element.
 template <class T>
 __global__ void __launch_bounds__(kNormThreads)
     add_layer_norm_any_kernel(const __grid_constant__ AddLayerNormParams p) {

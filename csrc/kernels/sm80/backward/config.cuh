@@ -1,4 +1,4 @@
-// Constants of an instantiation of the backward: tile shapes, and what lies where in shared memory.
+// Constants of an instantiation of the backward: tile shapes, and the layout of shared memory.
 #pragma once
 
 #include <type_traits>
@@ -31,7 +31,7 @@ struct BackwardConfig {
   static constexpr int kUnroll = std::is_same_v<Element, float> ? 1 : 16;
 
   static constexpr int kWarpsAlongKeys = kBlockN / kWarpKeys;
-  // Warps that share keys: they divide queries, then columns.
+  // So many warps share keys. They divide the queries of S or dP among them, and then the columns of dV or dK.
   static constexpr int kSides = kRoleWarps / kWarpsAlongKeys;
   static constexpr int kWarpQueries = kBlockM / kSides;
   static constexpr int kWarpColumns = kHeadDim / kSides;

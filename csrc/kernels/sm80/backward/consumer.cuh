@@ -1,4 +1,4 @@
-// A CTA of the backward's main kernel: its half-steps, and what its warps do in each. See kernel.cuh.
+// A CTA of the backward's main kernel: its half-steps, and the tasks of its warps in each. See kernel.cuh.
 #pragma once
 
 #include "epilogue.cuh"
@@ -19,7 +19,7 @@ struct BackwardConsumer : BackwardSums<Config> {
   using Base::Base;
   using typename Base::Element;
 
-  /// S^T and P^T, or dP^T and dS^T.
+  /// Computes S^T and P^T in the P warps, dP^T and dS^T in the dS warps.
   __device__ __forceinline__ void compute_p(const PreparedStep& now, int n) {
     float s[kM][kN][4] = {};
     if (!makes_p) for_each_with_term(s, s_minus_delta, [](float& x, float term) { x = term; });
@@ -39,7 +39,7 @@ struct BackwardConsumer : BackwardSums<Config> {
     }
   }
 
-  /// The second products: of tile n for the P warps, of the one before for the dS warps; and dQ of the one before.
+  /// Computes the second products, of tile n in the P warps and of tile n - 1 in the dS warps, and dQ of tile n - 1.
   __device__ __forceinline__ void consume_p(const PreparedStep& now, const BackwardStep& before, int n) {
     const bool wanted = makes_p ? p.dv.data && !has(now, kStepPast) : p.dk.data && n > 0;
     if (wanted) {
@@ -103,7 +103,7 @@ struct BackwardConsumer : BackwardSums<Config> {
       if (!Config::kHasOptions && odd) walked = prepare(next(walked.step));
     }
     ptx::cp_async_wait<0>();
-    __syncthreads();  // V may still have been under way, or K is still read
+    __syncthreads();  // before store_sums() overwrites tiles: V may still have been under way, or K still read
     store_sums();
   }
 };

@@ -1,4 +1,4 @@
-// The store of dK and dV, or of a split's share of them.
+// The store of dK and dV, or of the sums of a split.
 #pragma once
 
 #include "kernels/common/backward/split_sums.cuh"
@@ -15,8 +15,8 @@ struct BackwardSums : BackwardSoftmax<Config> {
       Base::work_tile, Base::workspace;
   using typename Base::Element, typename Base::Rows;
 
-  /// dV goes through the tile of V, which is no longer needed, and dK through those of Q once the dS warps are done, so
-  /// that both leave in 16-byte chunks.
+  /// Stores dV through the tile of V, which is no longer needed. Stores dK, once all dS warps are done, through the
+  /// stages of Q, or through the tile of K where these are too small. So both leave in 16-byte chunks.
   __device__ __forceinline__ void store_sums() {
     if (work_tile.sums) return store_split();
     const int lane = rematerialise(this->lane);

@@ -16,8 +16,8 @@
 // So the exponentials, or dS, of one half of the warps always run beside products of the other. Both halves run the
 // same code, half a step apart. Q(m + 1) is loaded during 2 m + 1, dO(m) during 2 m: two stages of Q, one of dO.
 //
-// Options: only P knows the derivative of the softcap, so the P^T that the dS warps get is multiplied by it. The dS
-// warps compute the Philox random bits, for P as well, half a step before.
+// Options: only the P warps know the derivative of the softcap, so they multiply the P^T that the dS warps get by it.
+// The dS warps compute the Philox random bits, also those that the P warps need, half a step earlier.
 //
 // dQ is summed over the CTAs by atomic additions to float tiles (common/backward/dq_store.cuh). Deterministic:
 // additions to a tile take turns, from its last keys to its first, which is the order in which CTAs take their keys.
@@ -75,7 +75,7 @@ template <class Config>
 BackwardWorkspace backward_workspace(const BackwardParams& p, void* memory) {
   return BackwardWorkspace(p, Config::kBlockM, Config::kBlockN, Config::kHeadDim, memory);
 }
-/// Behind the workspace in the same memory.
+/// Places the schedule behind the workspace in the same memory.
 template <class Config>
 BackwardSchedule backward_schedule(const BackwardParams& p, const BackwardWorkspace& workspace, void* memory) {
   return BackwardSchedule(p, Config::kBlockN, Config::kHeadDim, workspace.turns != nullptr,

@@ -28,17 +28,18 @@ struct BackwardLoads : BackwardWalk<Config> {
     load_tile<Element, kHeadDim, kRoleThreads, kBlockM>(s_tile, rows, step.tile * kBlockM, num_rows,
                                                         static_cast<int>(columns), role_thread());
   }
-  /// `of`: what `work_tile` is, or will be.
+  /// Starts the copies of Q and lse of a step. `of`: the work tile, which need not lie in shared memory yet.
   __device__ __forceinline__ void load_queries(const WorkTile& of, const BackwardStep& step, int n) const {
     load_rows(query_stage(n), of.queries, step.head * p.q.head_stride, step, of.sequence.seqlen_q, p.head_dim);
     load_terms(lse_stage(n), workspace.lse + tile_index(of, step) * kBlockM);
   }
-  /// Without options the first tile is known before anything else is.
+  /// Starts the copies of the first query tile early: without options it is known at once.
   __device__ __forceinline__ void load_first_queries(const WorkTile& of) const {
     const BackwardStep step = of.first_step();
     if (!Config::kHasOptions && makes_p && step.head < of.heads) load_queries(of, step, 0);
   }
-  /// What the P warps need of a step; bias and words are free again once they have made its P.
+  /// Starts the loads that the P warps need for a step. Bias and words are free again once the P warps have computed
+  /// its P.
   __device__ __forceinline__ void load_for_weights(const PreparedStep& prepared, int n) const {
     load_queries(work_tile, prepared.step, n);
     if constexpr (Config::kHasOptions) {
@@ -56,7 +57,7 @@ struct BackwardLoads : BackwardWalk<Config> {
       }
     }
   }
-  /// Words of kept weights, by the dS warps for all, while P of the step before is made.
+  /// Computes the words of kept weights, in the dS warps for all warps, while the P warps compute P of the step before.
   __device__ __forceinline__ void draw_kept(const PreparedStep& prepared, int n) const {
     if constexpr (Config::kHasOptions) {
       const BackwardOptions& options = work_tile.options;

@@ -6,7 +6,7 @@
 
 namespace flash_ext::sm80 {
 
-/// An operand of products on tiles of one width, for those of another.
+/// Converts an operand of products on tiles of one width to one for tiles of another width.
 template <class To, class From>
 __device__ __forceinline__ To as_operand(const From& from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -34,8 +34,9 @@ struct BackwardProducts : BackwardLoads<Config> {
     flash_ext::multiply_rows<Rows, kHeadDim / Rows::kDepth, kUnroll, true>(c, s_lane_a, s_lane_b);
   }
 
-  /// sum += W B for weights W of the warp's keys: its own, or, where several warps share keys, those in s_weights. Its
-  /// own are shifted through: each step uses the first and moves the others up, because a loop cannot index registers.
+  /// sum += W B for weights W of the warp's keys. W lies in registers or, where several warps share keys, in s_weights.
+  /// In registers it is shifted: each step uses the first operand and moves the others up, because a loop cannot index
+  /// registers.
   __device__ __forceinline__ void accumulate(uint32_t s_weights, uint32_t s_b) {
     const int first_d = warp % Config::kRoleWarps / Config::kWarpsAlongKeys * (Config::kWarpColumns / 16);
     const int lane = rematerialise(this->lane);
@@ -66,7 +67,7 @@ struct BackwardProducts : BackwardLoads<Config> {
     }
   }
 
-  /// The warp's part of dQ of a step, from dS^T number n; slice by slice where registers do not hold it at once.
+  /// Adds the warp's part of dQ of a step, from dS^T number n, slice by slice where registers do not hold all of it.
   __device__ __forceinline__ void add_dq(const BackwardStep& step, int n) const {
     if (!p.dq.data) return;
     float* const g_tile = workspace.dq + tile_index(step) * (kBlockM * kHeadDim);
@@ -99,7 +100,7 @@ struct BackwardProducts : BackwardLoads<Config> {
     }
   }
 
-  /// The accumulators as elements: to a tile, and as what accumulate() takes.
+  /// Stores the accumulators as elements to a tile, and keeps them in registers for accumulate() where it reads these.
   __device__ __forceinline__ void store_weights(uint32_t s_tile, const float (&s)[kM][kN][4]) {
     const uint32_t s_lane = s_tile + lane_of_scores();
 #pragma unroll

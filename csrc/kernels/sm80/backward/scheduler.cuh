@@ -14,7 +14,7 @@ struct BackwardWalk : BackwardWarp<Config> {
   using Base::is_partial, Base::lane, Base::tile_index, Base::warp, Base::work_tile, Base::workspace;
   using typename Base::Unit;
 
-  /// The tile after `step`, among those that some key sees; past the last, head is past the group.
+  /// The step after `step`, among the query tiles that see some key. After the last step, its head is behind the group.
   __device__ __forceinline__ BackwardStep next(BackwardStep step) const {
     if (++step.tile == work_tile.tiles.end) step.tile = work_tile.tiles.begin;
     if (step.tile == work_tile.first_tile) ++step.head;
@@ -30,7 +30,7 @@ struct BackwardWalk : BackwardWarp<Config> {
 
   __device__ __forceinline__ bool is_past(const BackwardStep& step) const { return step.head >= work_tile.heads; }
 
-  /// Whether one of the flags is set; without options they are not looked up, but computed.
+  /// Whether one of the flags is set. Without options flags are not looked up, but computed.
   __device__ __forceinline__ bool has(const PreparedStep& now, int flags) const {
     if constexpr (Config::kHasOptions) {
       return (now.flags & flags) != 0;
@@ -57,7 +57,7 @@ struct BackwardWalk : BackwardWarp<Config> {
     }
     return prepared;
   }
-  /// The step, or the first after it of which the masks leave something, as number n.
+  /// Puts into the ring, as number n, `step` or the first step after it of which the masks leave something.
   __device__ __forceinline__ void put_step(const BackwardStep& step, int n) const {
     PreparedStep prepared = prepare(step);
     while (prepared.flags & kStepHidden) prepared = prepare(next(prepared.step));
@@ -66,7 +66,8 @@ struct BackwardWalk : BackwardWarp<Config> {
   }
   __device__ __forceinline__ bool prepares() const { return Config::kHasOptions && warp == Config::kRoleWarps; }
 
-  /// Tiles that are skipped are not waited for.
+  /// Takes and ends the turns of the steps from `step` up to `end`, which masks hide, so that no CTA waits for their
+  /// additions.
   __device__ __forceinline__ void skip_turns(BackwardStep step, const BackwardStep& end) const {
     for (; step.head != end.head || step.tile != end.tile; step = next(step)) {
       wait_for_turn(step);
@@ -87,7 +88,7 @@ struct BackwardWalk : BackwardWarp<Config> {
   __device__ __forceinline__ void wait_for_turn(const BackwardStep& step) const {
     const int turn = work_tile.turn(step.tile);
     if (lane == 0) {
-      // `<`: lengths that make no sense may count past it, and must not hang.
+      // `<` instead of `!=`: lengths that make no sense may count past it, and must not hang.
       while (ptx::load_acquire(turn_of(step)) < turn) __nanosleep(20);
     }
     __syncwarp();

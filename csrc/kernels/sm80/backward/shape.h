@@ -39,7 +39,7 @@ constexpr BackwardShape backward_shape(int head_dim, bool is_float, BackwardTili
   return backward_shape(head_dim, is_float, tiling != BackwardTiling::kPlain, tiling == BackwardTiling::kSmall);
 }
 
-/// Shared memory of a CTA in bytes, without a tile of bias; BackwardConfig says what they are.
+/// Shared memory of a CTA in bytes, without a bias tile; BackwardConfig lists its parts.
 constexpr int backward_shared_bytes(int head_dim, bool is_float, BackwardTiling tiling) {
   const BackwardShape shape = backward_shape(head_dim, is_float, tiling);
   const bool has_options = tiling != BackwardTiling::kPlain;
@@ -51,8 +51,8 @@ constexpr int backward_shared_bytes(int head_dim, bool is_float, BackwardTiling 
   return tiles + 3 * shape.block_m * 4 + (has_options ? words + 2 * kept : 0) + 512;
 }
 
-/// The tiling that serves a call on a GPU of which a CTA can have so much shared memory. bias_bytes: of a tile of
-/// kAllOptions.
+/// The tiling that serves a call on a GPU where a CTA can have `available` bytes of shared memory. bias_bytes: the
+/// bytes of a bias tile of kAllOptions.
 constexpr BackwardTiling choose_backward_tiling(int head_dim, bool is_float, bool plain, int64_t bias_bytes,
                                                 int64_t available) {
   if (plain && available >= backward_shared_bytes(head_dim, is_float, BackwardTiling::kPlain))

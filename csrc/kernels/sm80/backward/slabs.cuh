@@ -13,7 +13,7 @@
 
 namespace flash_ext::sm80 {
 
-/// The gradient of the products q . k of a tile. `delta`: see compute_ds().
+/// Computes the gradient of the products q . k of a tile. `delta`: see compute_ds().
 template <class Element>
 __device__ __forceinline__ void attention_product_gradient(ScoreFragment& ds, const ScoreTile<Element>& tile,
                                                            const BackwardParams& p, const float* delta) {
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
             sequence.seqlen_q, static_cast<int>(p.head_dim), index.slab);
 }
 
-/// dK, or dV: a slab of a tile of keys, summed over the queries of all heads of the group.
+/// Computes a slab of dK, or of dV, of a tile of keys, summed over the queries of all heads of the group.
 template <class Element, bool kValues>
 __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
     slab_dkv_kernel(const __grid_constant__ BackwardParams p, const float* delta, const TileNumbers numbers,
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
 
 template <class Element, int kHeadDim>
 struct SlabBackward {
-  /// The row terms in the order of rows in memory, and, for the sink, in that of tiles.
+  /// Row terms in the order of rows in memory (delta) and, for the sink, in the order of tiles (tiles).
   struct Workspace {
     int64_t delta_bytes;
     float* delta;
@@ -106,7 +106,7 @@ struct SlabBackward {
   }
 
  private:
-  /// Row terms alone: no sums of dQ, no turns and no tiles of masks.
+  /// The parameters for row terms alone: no sums of dQ, no turns and no tiles of masks.
   static BackwardParams without_gradients(BackwardParams p) {
     p.dq.data = nullptr;
     p.bias.data = p.mask.data = nullptr;

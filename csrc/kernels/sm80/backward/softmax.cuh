@@ -20,7 +20,7 @@ struct BackwardSoftmax : BackwardProducts<Config> {
       Base::s_minus_delta, Base::s_words, Base::store_weights, Base::term_at, Base::weight_tile, Base::work_tile;
   using typename Base::Element, typename Base::Kept, typename Base::Scores, typename Base::Unit;
 
-  /// P^T in place of S^T.
+  /// Turns S^T into P^T in place.
   __device__ __forceinline__ void exponentiate(float (&s)[kM][kN][4], const BackwardStep& step, int n) const {
     const float scale = work_tile.scale;
     for_each_with_term(s, lse_stage(n), [&](float& x, float lse) { x = Unit::weight(x, scale, lse); });
@@ -29,8 +29,8 @@ struct BackwardSoftmax : BackwardProducts<Config> {
     if (kBoundsWeights && work_tile.large) for_each_score(s, [](float& x, int, int, int) { x = LargeLse::bound(x); });
   }
 
-  /// Replaces the weights outside of the window, or their exponents, whatever they are: another key may have made the
-  /// query's lse NaN. Queries past the end have no weights, by their lse.
+  /// Replaces the weights outside of the window, or their exponents, even if they are NaN: another key may have made
+  /// the query's lse NaN. Queries behind the last one have weights of 0, because their lse is inf.
   __device__ __forceinline__ void hide(float (&weights)[kM][kN][4], const TileCoordinates<true>& at,
                                        float hidden) const {
     const Sequence& sequence = work_tile.sequence;
@@ -46,8 +46,8 @@ struct BackwardSoftmax : BackwardProducts<Config> {
     });
   }
 
-  /// The same under all options. Where dS^T will lie it stores P^T times the derivative of the softcap, of dropped
-  /// weights too.
+  /// The same under all options. It also stores P^T times the derivative of the softcap, for dropped weights too, where
+  /// dS^T will lie.
   __device__ __forceinline__ void exponentiate_with_options(float (&s)[kM][kN][4], const PreparedStep& now, int n) {
     const BackwardOptions& options = work_tile.options;
     const int lane = rematerialise(this->lane);
@@ -81,9 +81,9 @@ struct BackwardSoftmax : BackwardProducts<Config> {
     }
   }
 
-  /// Turns products into scores, without what is added; in base 2 also subtracts lse, which costs nothing there.
-  /// Natural scores must be rounded as the forward's were. The derivative of the softcap is stored where it will be
-  /// needed.
+  /// Turns products into scores, up to the terms that are added. In base 2 it also subtracts lse, which costs nothing
+  /// there; natural scores must first be rounded as the forward's were. It stores the derivative of the softcap where
+  /// dS^T will lie.
   __device__ __forceinline__ void scale_and_cap(float (&s)[kM][kN][4], int n) const {
     const BackwardOptions& options = work_tile.options;
     const float scale = options.scale, cap = options.cap;
@@ -116,7 +116,8 @@ struct BackwardSoftmax : BackwardProducts<Config> {
     }
   }
 
-  /// Weights that are dropped become 0, but for dS^T.
+  /// Stores P^T, times the derivative of the softcap, for the dS warps. Dropped weights then become 0, but not in what
+  /// is stored: dS^T needs them.
   template <bool kCaps, bool kDrops>
   __device__ __forceinline__ void store_for_gradient(float (&s)[kM][kN][4], int n) {
     const uint32_t s_lane = gradient_tile(n) + lane_of_scores();
@@ -155,7 +156,7 @@ struct BackwardSoftmax : BackwardProducts<Config> {
     }
   }
 
-  /// dS^T in place of dP^T - D.
+  /// Turns dP^T - D into dS^T in place: calls gradient(x, weight, m, column, e) for each element.
   template <class F>
   __device__ __forceinline__ void compute_ds(float (&s)[kM][kN][4], int n, F gradient) const {
     const uint32_t s_lane = (Config::kHasOptions ? gradient_tile(n) : weight_tile(n)) + lane_of_scores();
@@ -172,8 +173,8 @@ struct BackwardSoftmax : BackwardProducts<Config> {
       }
   }
 
-  /// Where P is 0 the rest may be NaN, from keys that the query does not see; in a full tile it sees them all. The
-  /// gradient of a dropped weight is 0.
+  /// Turns dP^T - D into dS^T. Where P is 0 the rest may be NaN, from keys that the query does not see; in a full tile
+  /// it sees all keys. dP of a dropped weight is 0.
   __device__ __forceinline__ void compute_ds(float (&s)[kM][kN][4], const PreparedStep& now, int n) const {
     if constexpr (Config::kHasOptions) {
       if (work_tile.options.drops) {
@@ -195,8 +196,9 @@ struct BackwardSoftmax : BackwardProducts<Config> {
     }
   }
 
-  /// What is kept of a lane's weights in 64 queries: x has those of its queries 2 (lane % 4) of each 8, y those of the
-  /// next ones. Shifted by 2 (sixteen of the queries) + (sixteen of the keys), bytes have signs as keep_pair() wants.
+  /// Reads which of a lane's weights of 64 queries are kept: x has those of its queries 2 (lane % 4) of each 8, y those
+  /// of the query after. Shifted by 2 (sixteen of the queries) + (sixteen of the keys), bytes have the signs that
+  /// keep_pair() takes.
   __device__ __forceinline__ uint2 kept_weights(int n, int first_sixteen) const {
     static_assert(kM == 2);
     constexpr uint32_t kBothKeys = 0xC0C0C0C0u;

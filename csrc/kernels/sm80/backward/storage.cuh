@@ -23,25 +23,26 @@ struct BackwardStep {
 
 /// What is known of a step beforehand: whether it is there, and which of its pairs may be hidden.
 enum StepVisibility : int {
-  kStepPast = 1,        // there is none left
+  kStepPast = 1,        // no step is left
   kStepPartial = 2,     // window or lengths hide some pair
-  kStepMasked = 4,      // masks do
-  kStepMayHide = 8,     // masks or bias may
-  kStepNonFinite = 16,  // so they may, and some row holds Inf or NaN
+  kStepMasked = 4,      // masks hide some pair
+  kStepMayHide = 8,     // masks or bias may hide some pair
+  kStepNonFinite = 16,  // masks or bias may hide pairs, and some row holds Inf or NaN
   kStepHidden = 32,     // masks hide all
 };
 
 struct PreparedStep {
   BackwardStep step;
   int flags;
-  float slope;  // ALiBi's
+  float slope;  // of ALiBi
 };
 
-/// The work of a CTA. It lies in shared memory: the main loop needs every register for tiles and these numbers seldom.
+/// The work tile of a CTA. It lies in shared memory: the main loop needs every register for tiles, and these numbers
+/// seldom.
 template <class Config>
 struct BackwardWorkTile {
   using Element = typename Config::Element;
-  Sequence sequence;  // its head is the first of those below
+  Sequence sequence;  // its head is the first of the `heads` below
   RowSource<const Element, false> queries, grad_out;
   int key_tile, first_key;
   int heads;               // of the group
@@ -51,7 +52,7 @@ struct BackwardWorkTile {
   float scale;             // of scores
   std::conditional_t<Config::kHasOptions, BackwardOptions, NoBackwardOptions> options;
   PreparedStep ring[Config::kHasOptions ? 8 : 1];  // of the steps n - 2 to n + 2, where number n is made or used
-  float* sums;                                     // where a split leaves dK, and dV behind it; null: they are complete
+  float* sums;                                     // where a split stores dK, then dV; null: they are complete
   bool large = false;                              // some row has a LargeLse; then no tile is full
 
   __device__ __forceinline__ BackwardWorkTile(const BackwardParams& p, const BackwardWorkspace& workspace,
@@ -75,13 +76,13 @@ struct BackwardWorkTile {
     first_tile = tiles.begin + (count > 0 && !workspace.turns ? key_tile % count : 0);
   }
 
-  /// Weights are to be bounded.
+  /// Makes all tiles partial, so that their weights are bounded.
   __device__ __forceinline__ void take_large_lse() {
     large = true;
     tiles.full_begin = tiles.full_end = tiles.end;
   }
 
-  /// The first that sees some key; past the group if there is none.
+  /// The first step, of a query tile that sees some key; behind the group if there is none.
   __device__ __forceinline__ BackwardStep first_step() const {
     return {tiles.begin < tiles.end ? 0 : heads, first_tile};
   }

@@ -22,9 +22,9 @@ struct BackwardWarp {
   using Dq = typename Config::Dq;
   using WorkTile = BackwardWorkTile<Config>;
   static constexpr int kUnroll = Config::kUnroll;
-  // Tiles of 8 columns of dQ that a warp makes at once.
+  // Tiles of 8 columns of dQ that a warp computes at once.
   static constexpr int kDqTiles = Config::kFloat ? 2 : Config::kHasOptions && Dq::kN > 4 ? 4 : Dq::kN;
-  static constexpr int kUnrollDq = Config::kFloat ? 8 : 1;  // as ptxas gets by without spills
+  static constexpr int kUnrollDq = Config::kFloat ? 8 : 1;  // so that ptxas does not spill
 #if __CUDA_ARCH__ >= 900
   static constexpr bool kRematerialisesKeys = !Config::kHasOptions, kRematerialisesValue = false;  // likewise
 #else
@@ -74,7 +74,7 @@ struct BackwardWarp {
         s_kept(s_words + Config::kWordBytes),
         s_bias(s_key + Config::kSharedBytes) {}
 
-  /// x, but nothing that depends on it is computed before the loop, for which options leave no registers.
+  /// Returns x. Values that depend on it are not computed before the loop, for which options leave no registers.
   template <class T>
   __device__ __forceinline__ static T rematerialise(T x) {
     return Config::kHasOptions ? ptx::reread(x) : x;

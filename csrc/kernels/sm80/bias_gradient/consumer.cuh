@@ -56,7 +56,7 @@ struct BiasConsumer {
     return (static_cast<int>(columns) + kSlab - 1) / kSlab;
   }
   __device__ __forceinline__ int score_slabs() const { return slabs(p.head_dim); }
-  /// The slabs of Q and K, and those of dO and V.
+  /// The number of slabs of Q and K, and of dO and V.
   __device__ __forceinline__ int all_slabs() const {
     return score_slabs() + (p.grad_out.data && !p.grad_weights.data ? slabs(p.head_dim_v) : 0);
   }
@@ -182,7 +182,7 @@ struct BiasConsumer {
     return TileCoordinates<false>::of_lane(score_tile.first_query + warp_row, score_tile.first_key + warp_key, lane);
   }
 
-  /// lse of the lane's rows, -inf for those that are not there or see nothing; and -delta.
+  /// Loads lse of the lane's rows, -inf for rows that do not exist or see nothing, and -delta.
   __device__ __forceinline__ void load_terms(RowValues& lse, RowValues& minus_delta,
                                              const BiasScoreTile& score_tile) const {
     const TileCoordinates<false> at = coordinates(score_tile);

@@ -11,9 +11,9 @@
 //   tiles:      dbias, or each chunk's share of it
 //   chunks:     dbias from the shares
 //
-// Of a tile of scores, slabs of 64 columns of Q and K, then of dO and V go through a ring of stages, with copies under
-// way for all stages but the one that is multiplied, whatever the head dim. There is a barrier for each stage. The
-// bias of a CTA's tile is the same for all that falls on it, and is copied once.
+// Slabs of 64 columns of Q and K, then of dO and V, go through a ring of stages, whatever the head dim. Copies are
+// under way for all stages but the one that is multiplied. There is a barrier for each stage. The bias of a CTA's tile
+// is the same for all score tiles that fall on it, and is copied once.
 #pragma once
 
 #include "consumer.cuh"
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(BiasShape<Element>::kThreads, BiasShape<Elemen
   }
 }
 
-/// A CTA per tile of dbias.
+/// Adds up the shares of the chunks: a CTA per tile of dbias.
 template <int kRows, int kKeys>
 __global__ void __launch_bounds__(kScoreThreads)
     bias_chunks_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BiasTiles tiles,

@@ -21,13 +21,13 @@ struct BiasShared {
   int bias_at, search_at, score_tiles_at, words_at, bytes;
 };
 
-/// What it depends on.
+/// What the division of shared memory depends on.
 struct BiasSharedOf {
   bool is_float;        // q
   bool bias_in_chunks;  // of 16 bytes
   DType bias_dtype;
   bool masked;        // by a mask or a block mask
-  int of_cta, of_sm;  // bytes of shared memory that there are
+  int of_cta, of_sm;  // bytes of shared memory that a CTA and an SM can have
 };
 
 /// Bytes of a stage: a slab of Q or dO, and one of K or V.
@@ -53,8 +53,8 @@ constexpr BiasShared bias_shared_with(const BiasSharedOf& call, int stages, bool
   return plan;
 }
 
-/// As many stages as fit beside the bias, preferably with a second CTA on the SM. If nothing fits, the bias stays in
-/// memory.
+/// Takes as many stages as fit beside the bias, preferably with a second CTA on the SM. If nothing fits, the bias stays
+/// in global memory.
 constexpr BiasShared bias_shared(const BiasSharedOf& call) {
   const int of_several = call.of_sm / kBiasCtasPerSm - kReservedSharedBytes;
   for (const bool stages_bias : {call.bias_in_chunks, false})

@@ -9,10 +9,10 @@ namespace flash_ext::sm80 {
 struct BiasScoreTile {
   int batch, head, first_query, first_key, seqlen_q, seqlen_k;
   bool valid;
-  bool outside_window, masked;  // whether some pair of it is hidden thereby
+  bool outside_window, masked;  // whether the window or lengths, or masks, hide some pair
   bool is_full;                 // has no rows beyond the queries
   const void *q, *k, *v, *grad_out;
-  const float *lse, *delta;  // null without
+  const float *lse, *delta;  // delta: null with grad_weights
 };
 static_assert(sizeof(BiasScoreTile) == kBiasScoreTileBytes, "which the plan goes by");
 

@@ -21,7 +21,7 @@ constexpr int kOffsetThreads = 1024;
 constexpr int kColumnWarps = 8;  // of a CTA of the transpose
 constexpr int kColumnThreads = kColumnWarps * Lanes::kCount;
 
-/// The number of this warp, of all of the grid.
+/// The number of this warp in the grid.
 __device__ __forceinline__ int64_t warp_of_grid() {
   return (static_cast<int64_t>(blockIdx.x) * kBlockListThreads + threadIdx.x) / Lanes::kCount;
 }
@@ -42,7 +42,7 @@ class ColumnPart {
     __syncthreads();
   }
   __device__ __forceinline__ RowRange rows() const { return rows_; }
-  /// The rows that list the column, of the parts before this one.
+  /// How many rows of the parts before this one list the column.
   __device__ __forceinline__ int before() const { return sum_of(warp_); }
   __device__ __forceinline__ int of_all() const { return sum_of(kColumnWarps); }
 
@@ -76,11 +76,11 @@ static __global__ void __launch_bounds__(kColumnThreads, 1)
   }
 }
 
-/// `offsets` holds (total) counts, (lists, rows + 1) of them, of which the last of each list is not counted. They
-/// become the begin of each row; the last one becomes the end of all.
+/// Turns counts into offsets. `offsets` holds `total` counts: (lists, rows + 1), of which the last of each list counts
+/// as 0. A count becomes the begin of its row, and the last of a list the end of that list.
 static __global__ void __launch_bounds__(kOffsetThreads)
     offsets_kernel(int32_t* offsets, int total, int rows, int max_blocks) {
-  __shared__ int64_t sums[kOffsetThreads];  // of a thread's counts, then of those of all threads up to it
+  __shared__ int64_t sums[kOffsetThreads];  // of a thread's counts, then of the counts of all threads up to it
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t share = (int64_t{total} + kOffsetThreads - 1) / kOffsetThreads;
   const int begin = static_cast<int>(min(thread * share, int64_t{total}));

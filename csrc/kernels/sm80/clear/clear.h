@@ -8,10 +8,10 @@
 
 namespace flash_ext::sm80 {
 
-/// Nothing is launched where every row is covered: dense batches without seqused.
+/// Clears out and lse. Launches nothing where every row is covered: dense batches without seqused.
 void clear_forward(const ForwardParams& params, cudaStream_t stream);
 
-/// dq and dlse of rows of q, dk and dv of rows of k; those that are asked for.
+/// Zeroes dq and dlse of rows of q, dk and dv of rows of k, as far as they are asked for.
 void clear_backward(const BackwardParams& params, cudaStream_t stream);
 
 }  // namespace flash_ext::sm80

@@ -2,7 +2,7 @@
 // seqused of a dense batch entry. Lengths are clamped by the same Sequence that the other kernels use, so each row is
 // written either there or here.
 //
-// A lane looks one row up. Then the warp writes those of its 32 rows that no sequence covers, one by one.
+// Each lane looks one row up. Then the warp writes, one by one, the rows of its 32 that no sequence covers.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace flash_ext::sm80 {
 
 constexpr int kClearThreads = 128;
 
-/// What belongs to a row of q (or of k), for each of its heads. Null = absent.
+/// The results of a row of q (or of k), for each of its heads. Null = absent.
 struct ClearTargets {
   char* rows[2] = {};
   int64_t batch_bytes[2] = {};
@@ -62,7 +62,7 @@ __device__ __forceinline__ bool is_covered(const AttentionParams& p, const Clear
   return row >= begin && row < begin + (kOfKeys ? sequence.seqlen_k : sequence.seqlen_q);
 }
 
-/// Called by one warp.
+/// Clears a row of all heads. Called by one warp.
 __device__ __forceinline__ void clear_row(const ClearTargets& targets, int64_t batch, int64_t row, int lane) {
 #pragma unroll
   for (int k = 0; k < 2; ++k) {

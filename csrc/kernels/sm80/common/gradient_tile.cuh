@@ -1,4 +1,4 @@
-// The gradient of a tile of scores, as the softmax sees them, which is that of the bias too:
+// The gradient of a tile of scores as they enter the softmax, which is also the gradient of the bias:
 //
 //   attention_weights:   dS = W * G                   G: gradient of the weights W = f P;   f: dropout
 //   attention:           dS = P * (f dP - delta)      dP = dO V^T,   delta = rowsum(dO * O) - grad_lse
@@ -10,7 +10,7 @@
 
 namespace flash_ext::sm80 {
 
-/// Weights become dS of attention_weights.
+/// Turns weights into dS of attention_weights.
 template <class Element>
 __device__ __forceinline__ void multiply_by_gradient(ScoreFragment& w, const ScoreTile<Element>& tile,
                                                      const ScoreView& gradient) {
@@ -19,7 +19,7 @@ __device__ __forceinline__ void multiply_by_gradient(ScoreFragment& w, const Sco
   tile.for_each_in_matrix(w, [](float& x, float g) { x = x == 0.0f ? 0.0f : x * g; });
 }
 
-/// Scores become dS of attention. `delta` holds a number for each (head, row of q in memory).
+/// Turns scores into dS of attention. `delta` holds a number for each (head, row of q in memory).
 template <class Element>
 __device__ __forceinline__ void compute_ds(ScoreFragment& s, const ScoreTile<Element>& tile, const BackwardParams& p,
                                            const float* delta) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void compute_ds(ScoreFragment& s, const ScoreTile<Ele
   }
   for_each_score(s, [&](float& x, int m, int n, int e) {
     const float weight = rows.weight(x, e / 2);
-    // Where it is 0 the rest may be NaN, from keys or rows that this query does not see.
+    // Where the weight is 0 the rest may be NaN, from keys or rows that this query does not see.
     x = weight == 0.0f ? 0.0f : weight * (dp[m][n][e] - term[e / 2]);
   });
 }

@@ -37,7 +37,7 @@ struct ScoreTile {
   static constexpr int kTileBytes = Products::Layout::bytes(kScoreRows);
   static constexpr int kStages = 2;
   static constexpr int kStepsTogether = sizeof(Element) == 4 ? 1 : 2;  // more fragments of floats spill
-  static constexpr int kCtasPerSm = sizeof(Element) == 4 ? 2 : 3;      // the loads of one hide behind the others' work
+  static constexpr int kCtasPerSm = sizeof(Element) == 4 ? 2 : 3;      // while one waits for loads, others compute
   static constexpr int kWordsPerRow = kScoreKeys / 32;
   static constexpr int kSharedBytes = 2 * kStages * kTileBytes + kScoreRows * kWordsPerRow * 4;
   static_assert(kSharedBytes <= kSmallestSharedBytes, "every GPU must be able to launch it");
@@ -49,7 +49,7 @@ struct ScoreTile {
   const int lane, warp_row;
   const uint32_t s_slabs;
   uint32_t* const s_words;
-  bool outside_window = false, masked = false;  // whether some pair of the tile is hidden thereby
+  bool outside_window = false, masked = false;  // whether the window or lengths, or masks, hide some pair of the tile
 
   __device__ __forceinline__ ScoreTile(const AttentionParams& p, const Sequence& sequence, int first_query,
                                        int first_key, char* shared)
@@ -93,8 +93,8 @@ struct ScoreTile {
     return p.head_dim <= kStages * kScoreSlab && p.bias.data == nullptr;
   }
 
-  /// Scores, -inf where hidden. kKeepCapSlope: slabs 2 and 3 then hold what times_cap_slope needs. `has_queries`: the
-  /// tile before left them there.
+  /// Computes scores, -inf where hidden. kKeepCapSlope: slabs 2 and 3 then hold what times_cap_slope needs.
+  /// `has_queries`: the tile before left the queries in the slabs.
   template <bool kKeepCapSlope>
   __device__ __forceinline__ void scores(ScoreFragment& s, bool has_queries = false) const {
     const ScoreRules<Element> rules(p, sequence);
@@ -117,7 +117,7 @@ struct ScoreTile {
     hide(s);
   }
 
-  /// The tile's part of a matrix of scores to slabs 0 and 1, as floats; 0 beyond the lengths.
+  /// Loads the tile's part of a matrix of scores into slabs 0 and 1, as floats; 0 beyond the lengths.
   template <class T>
   __device__ __forceinline__ void load_matrix(const ScoreView& view) const {
     const T* const g_matrix = place_in<const T>(view);
@@ -129,7 +129,7 @@ struct ScoreTile {
     __syncthreads();
   }
 
-  /// Calls f(x, y) for every score and its like of the matrix that was loaded.
+  /// Calls f(x, y) for every score x and the element y at its place in the matrix that was loaded.
   template <class F>
   __device__ __forceinline__ void for_each_in_matrix(ScoreFragment& s, F f) const {
 #pragma unroll
@@ -157,14 +157,15 @@ struct ScoreTile {
     return view.col_stride == 1 && (start | stride) % 16 == 0;
   }
 
-  /// The slope at a hidden score may be NaN.
+  /// Multiplies dS by the slope of the softcap. At a hidden score, whose dS is 0, the slope may be NaN.
   __device__ __forceinline__ void times_cap_slope(ScoreFragment& s) const {
     if (p.softcap == 0.0) return;
     for_each_score(s,
                    [&](float& x, int, int n, int e) { x = x == 0.0f ? 0.0f : x * load_shared<float>(own_slot(n, e)); });
   }
 
-  /// s = A B^T, for rows [first, + 64) of both. What lies beyond num_rows counts as 0. `has_a`: the slabs hold A.
+  /// s = A B^T, for 64 rows of A from first_a on and of B from first_b on. Rows from num_a or num_b on count as 0.
+  /// `has_a`: the slabs hold A.
   __device__ __forceinline__ void multiply_rows(ScoreFragment& s, const Rows& a, int first_a, int num_a, const Rows& b,
                                                 int first_b, int num_b, int columns, bool has_a = false) const {
     for_each_score(s, [](float& x, int, int, int) { x = 0.0f; });
@@ -226,7 +227,7 @@ struct ScoreTile {
     __syncthreads();
   }
 
-  /// The warp's rows of c to slab `n` of the columns of rows [first, ...).
+  /// Stores the warp's rows of c to slab `n` of the columns of rows [first, ...).
   __device__ __forceinline__ void store_slab(const ScoreFragment& c, const Rows& rows, int first, int num_rows,
                                              int columns, int n) const {
     store_fragment(slab(0), c);
@@ -236,7 +237,7 @@ struct ScoreTile {
     __syncthreads();
   }
 
-  /// The warp's rows of c as elements of a tile in shared memory.
+  /// Stores the warp's rows of c as elements of a tile in shared memory.
   __device__ __forceinline__ void store_fragment(uint32_t s_tile, const ScoreFragment& c) const {
 #pragma unroll
     for (int n = 0; n < kScoreKeys / 8; ++n)
@@ -247,7 +248,7 @@ struct ScoreTile {
   }
 
  private:
-  /// In slabs 2 and 3, a place of this thread alone for each of its accumulators.
+  /// The address, in slabs 2 and 3, of a slot for an accumulator. No other thread uses the slot.
   __device__ __forceinline__ uint32_t own_slot(int n, int e) const {
     return slab(2) + ((4 * n + e) * kScoreThreads + threadIdx.x) * 4;
   }
@@ -310,7 +311,8 @@ struct ScoreTile {
                                                               first, num_rows, columns - n * kScoreSlab);
   }
 
-  /// A hidden pair has gradient 0, and 0 * NaN is NaN. A query that sees an Inf or NaN of q or k has it in its score.
+  /// Loads a slab, with 0 in place of Inf and NaN: a hidden pair has gradient 0, and 0 * NaN is NaN. A query that sees
+  /// an Inf or NaN of q or k has it in its score.
   __device__ __forceinline__ static void load_finite_slab(uint32_t s_slab, const Rows& rows, int first, int num_rows,
                                                           int columns, int n) {
     load_slab(s_slab, rows, first, num_rows, columns, n);
@@ -342,7 +344,7 @@ struct ScoreTile {
   }
 };
 
-/// What attention_weights' dropout modes do to weights, and to the gradient of weights.
+/// Applies a dropout mode of attention_weights to weights, or to the gradient of weights.
 __device__ __forceinline__ void apply_dropout(ScoreFragment& w, const AttentionParams& p, const Sequence& sequence,
                                               int mode, const TileCoordinates<false>& at) {
   const Dropout dropout(p, sequence);
@@ -367,7 +369,7 @@ struct WeightRows {
   __device__ __forceinline__ float weight(float score, int r) const { return visible_weight<Unit>(score, lse[r]); }
 };
 
-/// Scores become weights, after dropout.
+/// Turns scores into weights, after dropout.
 template <class Unit>
 __device__ __forceinline__ void to_weights(ScoreFragment& s, const AttentionParams& p, const Sequence& sequence,
                                            const LseView& lse, int dropout_mode, const TileCoordinates<false>& at) {

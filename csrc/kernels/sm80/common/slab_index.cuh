@@ -15,7 +15,7 @@ struct SlabIndex {
         head(blockIdx.x / slabs / tiles % heads),
         batch(blockIdx.x / slabs / tiles / heads) {}
 
-  /// The tile of a number. Called by whole warps.
+  /// Finds the tile by its number. Called by whole warps.
   __device__ __forceinline__ SlabIndex(const AttentionParams& p, const TileNumbers& numbers, int slabs)
       : slab(blockIdx.x % slabs) {
     const unsigned n = blockIdx.x / slabs, count = static_cast<unsigned>(numbers.count);

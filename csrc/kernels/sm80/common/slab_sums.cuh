@@ -49,7 +49,7 @@ __device__ __forceinline__ void sum_over_queries(ScoreFragment& sum, const Backw
   }
 }
 
-/// dQ or dK or dV: `factor` times a sum, to rows `first` and behind.
+/// Stores dQ, dK or dV: `factor` times a sum, to the rows from `first` on.
 template <class Element, class Rows>
 __device__ __forceinline__ void store_sum(ScoreFragment& sum, float factor, const ScoreTile<Element>& tile,
                                           const Rows& rows, int first, int num_rows, int columns, int slab) {

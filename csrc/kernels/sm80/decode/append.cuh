@@ -38,7 +38,7 @@ struct RowsOfHeads {
   }
 };
 
-/// The rows of a sequence that the cache held before the call, as far as the new ones find room.
+/// The number of rows of a sequence that the cache held before the call, clamped so that the new rows find room.
 __device__ __forceinline__ int64_t cached_rows(const AppendParams& p, int64_t batch) {
   return clamp_index(p.seq.seqused_k[batch], 0, p.seqlen_cache - p.seqlen_new);
 }
@@ -83,7 +83,7 @@ __device__ __forceinline__ void rotate_row(const AppendParams& p, int64_t positi
   copy_row(from, to, p.rotary_dim, p.head_dim, lane);
 }
 
-/// The n-th row of k and v, over (batch, seqlen_new, heads_kv).
+/// Appends the n-th row of k and v, over (batch, seqlen_new, heads_kv).
 template <class Element>
 __device__ __forceinline__ void append_row(const AppendParams& p, const RowsOfHeads& rows, int64_t n, int lane) {
   const RowOfHead location = rows.locate(n);
@@ -99,8 +99,8 @@ __device__ __forceinline__ void append_row(const AppendParams& p, const RowsOfHe
            cache_row_of<Element>(p, p.v_cache, location.batch, row, location.head), 0, p.head_dim_v, lane);
 }
 
-/// How many of the first `count` numbers, which do not decrease, are at most `row`. By one warp, whose lanes look at 32
-/// of them at a time.
+/// Counts how many of the first `count` numbers, which do not decrease, are at most `row`. One warp calls it; its lanes
+/// look at 32 numbers at a time.
 __device__ __forceinline__ int count_up_to(const int32_t* numbers, int count, int row, int lane) {
   int low = 0, high = count;
   while (low < high) {
@@ -112,8 +112,8 @@ __device__ __forceinline__ int count_up_to(const int32_t* numbers, int count, in
   return low;
 }
 
-/// The n-th row of q, over (batch, seqlen_q, heads_q) or, packed, the rows that there are in memory: seqlen_q may be as
-/// long as all sequences together.
+/// Rotates the n-th row of q, over (batch, seqlen_q, heads_q). For packed sequences, n counts the rows in memory:
+/// seqlen_q may be as long as all sequences together.
 template <class Element>
 __device__ __forceinline__ void rotate_query(const AppendParams& p, const RowsOfHeads& rows, int64_t n, int lane) {
   const RowOfHead location = rows.locate(n);

@@ -1,7 +1,8 @@
 // The sum of the splits of decoding:   lse = log(e^sink + sum_s e^lse_s),   out = sum_s e^(lse_s - lse) out_s
 //
-// A CTA owns a row. Its threads share the columns, four each, and the splits, of which each takes every kth; all of a
-// thread's loads are independent. The order of the sums is that of the splits a row has, so that nothing else matters.
+// A CTA owns a row. Its threads share the columns, four each, and form groups that share the splits: of k groups each
+// takes every k-th split. All loads of a thread are independent. The order of the sums depends on the splits of the row
+// alone.
 #pragma once
 
 #include "kernels/common/score/scores.cuh"
@@ -49,7 +50,7 @@ struct CombinedSplits {
 
 constexpr float4 kNoColumns = {0.0f, 0.0f, 0.0f, 0.0f};
 
-/// Splits number group, group + groups, ... of a row, by a group of threads.
+/// Adds up the splits number group, group + groups, ... of a row, by a group of threads.
 template <class Unit>
 __device__ __forceinline__ CombinedSplits<Unit> combine_splits(const DecodePartials& partials, const DecodeGrid& grid,
                                                                const DecodeTile& tile, int row, int column, int columns,
@@ -87,12 +88,13 @@ __host__ __device__ __forceinline__ int combine_threads_per_group(int columns) {
   return columns <= 64 ? 16 : columns <= 128 ? 32 : 64;
 }
 
-/// CTAs count rows of a group, groups, batch entries or, where tiles are numbered by rows, heads of rows in memory.
+/// The row of a CTA. CTAs are numbered by rows of a group, groups and batch entries or, where tiles are numbered by
+/// rows, by heads and rows in memory.
 struct RowOfCta {
   int batch, group;
   int row;  // of the group; it may be below 0, or behind the end
 
-  /// Called by whole warps.
+  /// Finds the row of this CTA. Called by whole warps.
   __device__ __forceinline__ RowOfCta(const ForwardParams& p, const DecodeGrid& grid) {
     const uint32_t heads_of_group = grid.group.value;
     if (grid.tiles.by_rows) {
@@ -127,7 +129,7 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
   const int flat = at.row;
   const DecodeTile tile(p, grid, at.batch, at.group, flat / grid.block_m);
   const int row = flat % grid.block_m;
-  // Before any return: else this grid could end, and what follows it start, while the previous one still writes.
+  // It waits before any return: else this grid could end, and the next one start, while the previous one still writes.
   ptx::wait_for_previous_grid();
   if (flat < 0 || row >= tile.rows || !tile.is_split()) return;
 
@@ -161,7 +163,8 @@ template <class Element>
 void run_combine(const ForwardParams& params, const DecodeGrid& grid, const DecodePartials& partials,
                  cudaStream_t stream) {
   const int64_t ctas = RowOfCta::ctas(params, grid);
-  // Where splits have a fixed size, their number is the largest possible one, which must not matter.
+  // Where splits have a fixed size, grid.splits is the largest possible number of splits, on which no result may
+  // depend.
   const int threads_per_group = combine_threads_per_group(static_cast<int>(params.head_dim_v));
   const int most = kMaxCombineThreads / threads_per_group;
   const int wanted = (static_cast<int>(grid.splits.value) + kCombineUnroll - 1) / kCombineUnroll;

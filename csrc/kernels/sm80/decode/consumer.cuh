@@ -12,7 +12,7 @@
 
 namespace flash_ext::sm80 {
 
-/// What distinguishes the scores of a row. It lies in shared memory, since few tiles read it.
+/// What differs between the scores of rows. It lies in shared memory, since few tiles read it.
 struct alignas(16) DecodeRowRules {
   int begin, end;  // keys that it sees
   int position;    // the key that it is aligned with
@@ -82,7 +82,7 @@ struct DecodeWarp {
     }
   }
 
-  /// One key tile, up to end_key. `mixed`: some row sees a key that another does not.
+  /// Computes one key tile, up to end_key. `mixed`: some row sees a key that another does not.
   __device__ __forceinline__ void visit(uint32_t s_stage, int first_key, int end_key, bool mixed) {
     const uint32_t s_v = s_stage + Config::kStageBytes / 2;
     if (mixed) remove_non_finite(s_v);
@@ -93,7 +93,7 @@ struct DecodeWarp {
     accumulate(s, s_v);
   }
 
-  /// A barrier of all warps that share the tile.
+  /// A barrier of all warps that share key tiles.
   __device__ __forceinline__ static void meet() {
     if constexpr (Config::kTeam == 1) {
       __syncwarp();
@@ -136,7 +136,7 @@ struct DecodeWarp {
     if constexpr (kHalves) for_each(s, [&](float& x, int r, int column) { x += odd[column / 8][2 * r + column % 2]; });
   }
 
-  /// Products to scores, -inf where the row does not see the key.
+  /// Turns products into scores, -inf where the row does not see the key.
   __device__ __forceinline__ void finish_scores(float (&s)[kN][4], int first_key, int end_key, bool mixed) const {
     const int first_column = first_key + lane % 4 * 2;
     if (cap > 0.0f) {

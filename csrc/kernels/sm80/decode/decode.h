@@ -10,8 +10,8 @@ namespace flash_ext::sm80 {
 /// Device memory that decode() needs for partial results, uninitialised; 0 where nothing is split.
 int64_t decode_workspace_bytes(const ForwardParams& params);
 
-/// out and lse of every row. float16, bfloat16, float32; rows of q, k, v and out start at multiples of 16 bytes.
-/// behind_append: the stream's last kernel is append(), which this one's start may overlap.
+/// Computes out and lse of every row. Takes float16, bfloat16, float32; rows of q, k, v and out start at multiples of
+/// 16 bytes. behind_append: the stream's last kernel is append(), which this one's start may overlap.
 void decode(const ForwardParams& params, void* workspace, cudaStream_t stream, bool behind_append = false);
 
 }  // namespace flash_ext::sm80

@@ -7,8 +7,8 @@
 
 namespace flash_ext::sm80 {
 
-/// Adds to rows of out the non-finite values that they see among keys that others do not see: sanitising removed those
-/// from the products. Slow and rare. By the whole CTA, between barriers.
+/// Adds to rows of out the non-finite values that they see among keys that other rows do not see: sanitising removed
+/// these values from the products. Slow and rare. The whole CTA calls it, between barriers.
 template <class Config>
 __device__ __forceinline__ void add_non_finite(float* s_out, const ForwardParams& p, const DecodeGrid& grid,
                                                const DecodeTile& tile, int split) {
@@ -19,7 +19,7 @@ __device__ __forceinline__ void add_non_finite(float* s_out, const ForwardParams
   for (int column = threadIdx.x; column < p.head_dim_v; column += Config::kThreads) {
 #pragma unroll 1
     for (int j = tile.split_begin(split); j < tile.split_end(split); ++j) {
-      // Key tiles that are mixed reach into those that all see. Adding a value that was not taken out changes nothing.
+      // Mixed key tiles reach into keys that all rows see. Adding a value that was not taken out changes nothing.
       if (j >= tile.common_begin(grid) + Config::kBlockN && j < tile.common_end(grid) - Config::kBlockN) continue;
       const float value = static_cast<float>(values.row(j)[column]);
       if (isfinite(value)) continue;
@@ -33,7 +33,7 @@ __device__ __forceinline__ void add_non_finite(float* s_out, const ForwardParams
   }
 }
 
-/// Adds up what the warps published, and writes the result or, where the tile has other splits, that of this split.
+/// Adds up what the warps published, and writes the result of the tile or, where it is split, that of this split.
 template <class Config>
 __device__ __forceinline__ void finish(const float* s_out, const float2* s_softmax_state, const ForwardParams& p,
                                        const DecodeGrid& grid, const DecodePartials& partials, const DecodeTile& tile,
@@ -76,7 +76,7 @@ __device__ __forceinline__ void finish(const float* s_out, const float2* s_softm
   }
 }
 
-/// Rows without keys: out 0, lse -inf.
+/// Writes the results of rows without keys: out 0, lse -inf.
 template <class Config>
 __device__ __forceinline__ void write_nothing(const ForwardParams& p, const DecodeGrid& grid, const DecodeTile& tile) {
   constexpr int kColumns = 8;

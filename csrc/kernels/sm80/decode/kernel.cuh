@@ -27,7 +27,7 @@
 
 namespace flash_ext::sm80 {
 
-/// The loop over the keys of a split. `load_rows` loads what belongs to the rows, once the first keys are under way.
+/// Loops over the keys of a split. `load_rows` loads what belongs to the rows, once the first keys are under way.
 template <class Config, class LoadRows>
 __device__ __forceinline__ void visit_keys(DecodeWarp<Config>& warp, const ForwardParams& p, const DecodeGrid& grid,
                                            const DecodeTile& tile, int split, uint32_t s_rings, LoadRows load_rows) {
@@ -64,7 +64,8 @@ __device__ __forceinline__ void visit_keys(DecodeWarp<Config>& warp, const Forwa
   }
 }
 
-/// One split of a tile, from its keys to its result. `shared` lies behind the tile.
+/// Computes one split of a tile, from its keys to its result. `shared`: the CTA's shared memory, which begins with the
+/// tile.
 template <class Config>
 __device__ __forceinline__ void run_split(unsigned char* shared, const ForwardParams& p, const DecodeGrid& grid,
                                           const DecodePartials& partials, const DecodeTile& tile, int split) {
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
     decode_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ DecodeGrid grid,
                   const __grid_constant__ DecodePartials partials) {
   extern __shared__ __align__(128) unsigned char shared[];
-  // In this order: the combination may then read what the append wrote before it waits for this kernel.
+  // This order lets the combination read, before it waits for this kernel, what the append wrote.
   ptx::wait_for_previous_grid();
   ptx::launch_dependents();
   // Neighbouring CTAs read neighbouring heads of the same keys, then tiles of queries that see the same keys.
@@ -133,7 +134,7 @@ void launch_decode(const ForwardParams& params, const DecodeGrid& grid, const De
   launch("decode", decode_kernel<Config>, shape, stream, params, grid, partials);
 }
 
-/// All but the combination of the splits.
+/// Launches all of decoding but the combination of the splits.
 template <class Element, int kHeadDim>
 void run_decode(const ForwardParams& params, const DecodeGrid& grid, const DecodePartials& partials, bool behind_append,
                 cudaStream_t stream) {

@@ -15,7 +15,7 @@ struct KeyLocation {
   int slot = -1;  // -1 = no such key
 };
 
-/// Copies tile after tile, each warp of a team its share of the rows.
+/// Copies tile after tile. Each warp of a team copies its share of the rows.
 template <class Config>
 class KeyProducer {
   using Element = typename Config::Element;
@@ -83,7 +83,8 @@ class KeyProducer {
     }
   }
 
-  /// The common case, in few instructions: rows that all exist, at equal distances, and fill the tile's columns.
+  /// Copies rows in few instructions, in the common case: they all exist, lie at equal distances, and fill the tile's
+  /// columns.
   __device__ __forceinline__ void copy_full_rows(uint32_t s_tile, const char* base, int64_t row_stride) {
     const int lane_row = lane_ / kStepChunks, lane_chunk = lane_ % kStepChunks;
     const int64_t row_bytes = row_stride * static_cast<int64_t>(sizeof(Element));
@@ -104,8 +105,8 @@ class KeyProducer {
     return (s_lane ^ static_cast<uint32_t>((row & 7) << 4)) + row * Layout::kRowBytes;
   }
 
-  /// Each lane looks up one row and copies chunks of all rows. Rows that do not exist and columns beyond the tensor's
-  /// become 0; their sources are not read.
+  /// Copies rows in all other cases. Each lane looks up one row and copies chunks of all rows. Rows that do not exist
+  /// and columns beyond the tensor's become 0; their sources are not read.
   __device__ __forceinline__ void copy_rows(uint32_t s_tile, const char* my_row, uint32_t existing, int columns) {
     const int lane_row = lane_ / kStepChunks, lane_chunk = lane_ % kStepChunks;
     const uint32_t s_lane = s_tile + Layout::at(first_row_ + lane_row, lane_chunk);
@@ -133,7 +134,7 @@ class KeyProducer {
   KeyLocation location_;
 };
 
-/// The queries of a tile, zeros in rows that it does not have. By the whole CTA.
+/// Starts the copies of a tile's queries, with zeros in rows that it does not have. The whole CTA calls it.
 template <class Config>
 __device__ __forceinline__ void load_query(uint32_t s_q, const ForwardParams& p, const DecodeGrid& grid,
                                            const DecodeTile& tile) {

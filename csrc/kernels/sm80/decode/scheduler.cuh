@@ -19,7 +19,7 @@ namespace flash_ext::sm80 {
 struct DecodeGrid {
   Divisor group;       // heads that share a tile
   Divisor groups;      // of heads
-  Divisor key_groups;  // of those, with the same key head
+  Divisor key_groups;  // groups that share a key head
   TileNumbers tiles;   // of rows, of a group
   Divisor row_tiles;   // of the longest sequence; numbered by rows: of all sequences
   Divisor splits;      // ranges of keys, at most
@@ -30,7 +30,7 @@ struct DecodeGrid {
   int tile_rows;       // that a tile can have, at most block_m
   ScoreFactors factors;
 
-  /// `per_natural`: of the unit of scores.
+  /// `per_natural`: kPerNatural of the unit of scores.
   explicit DecodeGrid(const ForwardParams& p, float per_natural = BaseTwoUnit::kPerNatural)
       : group(p.head_group),
         groups(p.heads_q / p.head_group),
@@ -45,7 +45,7 @@ struct DecodeGrid {
         tile_rows(static_cast<int>(std::min(p.seqlen_q * p.head_group, p.block_m))),
         factors(p, per_natural) {}
 
-  /// Packed sequences count with their mean length: a bound on the longest decides nothing.
+  /// The number of tiles, where packed sequences count with their mean length: a bound on the longest decides nothing.
   int64_t typical_tiles(const ForwardParams& p) const {
     const int64_t queries = p.seq.cu_seqlens_q ? tiles_of_rows(p.total_q, std::max<int64_t>(1, p.batch)) : p.seqlen_q;
     return p.batch * tiles_of_rows(queries * p.head_group, p.block_m) * groups.value;
@@ -69,7 +69,7 @@ struct DecodeTile {
   int first_row, rows;
   int begin, end;
   int origin, split_size;  // split s: keys [origin + s * split_size, + split_size), as far as they are in [begin, end)
-  int first_split;         // that has keys
+  int first_split;         // the first split that has keys
 
   __device__ __forceinline__ DecodeTile(const ForwardParams& p, const DecodeGrid& grid, int batch, int group, int tile)
       : sequence(p, batch, group * static_cast<int>(grid.group.value)),
@@ -79,8 +79,8 @@ struct DecodeTile {
     sequence.head_kv = static_cast<int>(grid.key_groups.quotient(group));  // without a division by what varies
     begin = rows > 0 ? sequence.keys_begin(first_query(grid)) : 0;
     end = rows > 0 ? max(sequence.keys_end(last_query(grid)), begin) : 0;
-    // Where the size is fixed, so are the slots: a sequence must not notice how long the cache or the others are.
-    // Equal ranges are whole tiles.
+    // A fixed size fixes the bounds of splits too: how long the cache or other sequences are must not change a
+    // sequence's result. Ranges of equal size are whole tiles.
     constexpr int kRound = 16;
     const int equal = static_cast<int>(grid.splits.quotient(end - begin + grid.splits.value - 1));
     const bool fixed = grid.split_size.value > 0;
@@ -145,7 +145,7 @@ struct DecodeRow {
   }
 };
 
-/// Eight results of a row.
+/// Stores eight results of a row, times `scale`.
 template <class Element>
 __device__ __forceinline__ void store_eight(Element* target, const float (&values)[8], float scale) {
   if constexpr (sizeof(Element) == 4) {

@@ -1,5 +1,5 @@
 // How the keys of a tile are divided, as far as the host decides it, in one place that the plan reads too. Lengths lie
-// on the device, so what is decided holds for all sequences.
+// on the device, so each decision holds for all sequences.
 #pragma once
 
 #include <algorithm>
@@ -7,8 +7,8 @@
 
 namespace flash_ext::sm80 {
 
-/// The fewest keys of a split, of ranges of equal size. 64 keys are a tile for each warp of a CTA. Where there are many
-/// tiles anyway, sequences much shorter than the capacity of the cache are not split.
+/// The fewest keys of a split, where splits have equal sizes. 64 keys are a tile for each warp of a CTA. Where there
+/// are many tiles anyway, sequences much shorter than the capacity of the cache are not split.
 constexpr int smallest_split(int64_t tiles) { return tiles < 32 ? 64 : tiles < 128 ? 256 : 1024; }
 
 /// CTAs that share the splits of a tile. Splits of a fixed size are as many as the cache could hold, but most sequences

@@ -9,7 +9,7 @@
 
 namespace flash_ext::sm80 {
 
-/// kRows queries and kKeys keys.
+/// A bias tile of kRows queries and kKeys keys.
 template <class Element, int kRows, int kKeys>
 struct StartingBias {
   using Layout = TileLayout<Element, kKeys>;
@@ -18,7 +18,7 @@ struct StartingBias {
   const ScoreView& bias;
   int lane;
 
-  /// Without waiting. Keys from seqlen_k on and queries from seqlen_q on become 0.
+  /// Starts the copies of a tile without waiting. Keys from seqlen_k on and queries from seqlen_q on become 0.
   __device__ __forceinline__ void load(const Sequence& sequence, int first_query, int first_key) const {
     constexpr int kChunks = Layout::kChunks, kStep = 32 / kChunks;
     const int row = lane / kChunks, chunk = lane % kChunks, column = first_key + chunk * Layout::kChunkElements;
@@ -30,8 +30,8 @@ struct StartingBias {
     const auto s_row = [&](int k) {
       return (s_first ^ (static_cast<uint32_t>((k * kStep) & 7) << 4)) + k * kStep * Layout::kRowBytes;
     };
-    // Where the bias is the same for all queries its row is read once; all CTAs asking L2 for it by every row take
-    // four times as long.
+    // Where the bias is the same for all queries, its row is read once. If all CTAs asked L2 for it once for each row
+    // of the tile, that would take four times as long.
     if (bias.row_stride == 0 && first_key + kKeys <= sequence.seqlen_k) {
       const uint4 of_all = __ldg(reinterpret_cast<const uint4*>(g_chunk));
 #pragma unroll
@@ -52,16 +52,16 @@ struct StartingBias {
     }
   }
 
-  /// factor * b, in one stretch of code: products that start from it begin before all of it is there.
+  /// s = factor * b. It is one stretch of code, so that products that start from s begin before all of s is there.
   template <int kM, int kN>
   __device__ __forceinline__ void fill(float (&s)[kM][kN][4], float factor) const {
     for_each(s, [&](float& x, float b) { x = b * factor; });
   }
 
-  /// See saturate_tile().
+  /// Applies saturate_tile().
   __device__ __forceinline__ void saturate(float most) const { saturate_tile<Element>(s_tile, kBytes, most, lane); }
 
-  /// 0 in place of weights that the bias hides by -inf: even of those that are NaN, for scores of hidden keys may be.
+  /// Zeroes weights that the bias hides by -inf, even if they are NaN, as scores of hidden keys may be.
   template <int kM, int kN>
   __device__ __forceinline__ void hide(float (&p)[kM][kN][4]) const {
     for_each(p, [](float& x, float b) { x = b == -INFINITY ? 0.0f : x; });

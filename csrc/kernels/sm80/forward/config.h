@@ -36,20 +36,21 @@ struct ForwardConfig {
   static constexpr int kStages = kShape.stages;
   static constexpr int kCtasPerSm = kWide && !kSmall_ ? 1 : 2;
   static constexpr bool kQueryInRegisters = kHeadDim == 64 && !kFloat;
-  // Where addresses must be computed again in every step, of the copies or of all that a lane reads.
+  // Where registers are short, addresses are computed again in every step: of the copies (kRematerialisesThread), or of
+  // all that a lane reads (kRematerialisesLane).
   static constexpr bool kFullPrecision = std::is_same_v<Element, float>;
   static constexpr bool kRematerialisesThread =
       (kHeadDim == 128 && kVariant != ForwardVariant::kPlain && !kReads && !kOneBias) || (kWide && kFullPrecision);
   static constexpr bool kRematerialisesLane =
       (kWide && kFullPrecision && kVariant == ForwardVariant::kPlain) || (kHeadDim == 128 && (kOneMask || kOneDropout));
-  static constexpr bool kLooksEarly = kHeadDim == 64;  // at what a mask leaves: in registers while a step begins
+  static constexpr bool kLooksEarly = kHeadDim == 64;  // at the mask: its bits stay in registers while a step begins
   // With three TF32 products for one, the unrolled code of a tile is longer than the instruction cache.
   static constexpr int kUnroll = std::is_same_v<Element, float> ? 1 : 16;
   static constexpr bool kFenced = (kUnroll == 1 && kWide) || (kHeadDim == 128 && kComputes);
   static constexpr bool kRunningMaximum = kFloat && (kOptionBranches || kWide);
   // P must stay finite as an Element, l and out in float.
   static constexpr float kSumLimit = std::is_same_v<Element, __half> ? 0x1p14f : 0x1p60f;
-  // A smaller sum of a row has lost what it is a sum of.
+  // A row with a smaller sum has lost the weights that it sums up.
   static constexpr float kLeastSum = std::is_same_v<Element, __half> ? 0x1p-2f : 0x1p-40f;
 
   using Layout = TileLayout<Element, kHeadDim>;

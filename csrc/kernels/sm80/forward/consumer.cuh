@@ -36,7 +36,7 @@ struct ForwardConsumer : ForwardOut<Config> {
     rows.template exponentiate<kRounds>(s, constants.scale, terms, hide);
   }
 
-  /// V of this step, which has arrived. All warps come here or none, from either kind of step.
+  /// Sanitises V of this step, which has arrived. All warps call it or none, from either kind of step.
   __device__ __forceinline__ void sanitise_value() const {
     const int thread = Config::kMasks ? copying_thread() : static_cast<int>(threadIdx.x);
     if (sanitise_loaded_tile<Element, kHeadDim, kThreads, kBlockN>(stage(s_v, 0), thread))
@@ -44,7 +44,7 @@ struct ForwardConsumer : ForwardOut<Config> {
     ptx::barrier_sync<kAllWarps, kThreads>();
   }
 
-  /// A tile that no window cuts, and whose scores the stabilisers are good for.
+  /// Computes a tile that no window cuts, and for whose scores the stabilisers serve.
   __device__ __forceinline__ void full_step(MaskedTile at, MaskedTile next, const Visibility& visible) {
     Scores s;
     KeptWeights kept;
@@ -56,7 +56,8 @@ struct ForwardConsumer : ForwardOut<Config> {
     finish_step(s, kept, at.tile, next.tile);
   }
 
-  /// Any tile. True if the next step has to update the row stabilisers too, as some row has none.
+  /// Computes any tile, and updates the row stabilisers. True if the next step has to update them too, as some row has
+  /// none.
   __device__ __forceinline__ bool partial_step(MaskedTile at, MaskedTile next, const Visibility& visible, bool first) {
     if (Config::kBiases && work_tile.safe_path) options().saturate_bias();
     Scores s;
@@ -79,7 +80,8 @@ struct ForwardConsumer : ForwardOut<Config> {
     return exact;
   }
 
-  /// All tiles, from the start. Warps may differ in what step they take: either has the same barriers.
+  /// Visits all tiles, from the start. Warps may take different kinds of steps at a tile: both kinds have the same
+  /// barriers.
   __device__ __forceinline__ void visit() {
     MaskedTile at = options().find_first(phase, seen);
     if (Config::kMasks || work_tile.sanitised) begin(work_tile, at.tile);
@@ -104,7 +106,8 @@ struct ForwardConsumer : ForwardOut<Config> {
     }
   }
 
-  /// Also when Inf or NaN came into out where something is hidden: a hidden weight is 0, and 0 * Inf is NaN.
+  /// Whether a row is lost, or Inf or NaN came into out where something is hidden: a hidden weight is 0, and 0 * Inf is
+  /// NaN.
   __device__ __forceinline__ bool needs_recompute() const {
     const TileSpan& tiles = work_tile.tiles;
     const bool hides = options().masked() || tiles.full_begin > tiles.begin || tiles.full_end < tiles.end;

@@ -9,7 +9,7 @@ namespace flash_ext::sm80 {
 
 struct NoRandomBits {};
 
-/// What a warp keeps of a tile: a word for each two rows of a lane (m).
+/// The random bits of a warp for a tile: a word for each two rows of a lane (m).
 template <class Config>
 struct WarpRandomBits {
   static constexpr int kM = Config::kWarpRows / 16;
@@ -29,7 +29,7 @@ struct WarpRandomBits {
         query_group(dropout_query_group(work_tile.first_query + warp_row + lane / 4)),
         s_keys(s_tile + lane % 4 * static_cast<uint32_t>(sizeof(KeyRandomBits))) {}
 
-  /// What the words for the keys of a tile share, by the first threads of the CTA. A barrier must follow.
+  /// Computes what the words for the keys of a tile share, in the first threads of the CTA. A barrier must follow.
   __device__ __forceinline__ static void share(const ForwardWorkTile<Config>& work_tile, const PhiloxKey& seeds,
                                                uint32_t s_tile, int tile) {
     static_assert(Config::kBlockN == kDropoutKeys);
@@ -41,7 +41,8 @@ struct WarpRandomBits {
                  KeyRandomBits::of(key, tile * kDropoutGroups + threadIdx.x));
   }
 
-  /// One of kCalls, in order. Here, and not where the word is needed.
+  /// Makes one of kCalls calls of Philox, in order. ptx::reread() keeps the computation here: ptxas would move it to
+  /// where the word is needed.
   __device__ __forceinline__ void draw(Kept& kept, const DropoutRule& rule, int call) const {
     uint32_t& word = kept.words[call / 2];
     const auto keys = load_shared<KeyRandomBits>(s_keys);
@@ -50,7 +51,7 @@ struct WarpRandomBits {
     word = ptx::reread(compare_bits(rule, call % 2 == 0 ? rule.start : word, words, call % 2 * 4));
   }
 
-  /// Of the weights, which are packed by 16 keys.
+  /// Zeroes dropped weights, which are packed by 16 keys.
   template <class A, int kSteps>
   __device__ __forceinline__ static void drop(A (&weights)[kSteps][kM], const Kept& kept) {
 #pragma unroll

@@ -14,8 +14,8 @@ struct ForwardOut : ForwardProducts<Config> {
       Base::p, Base::rows, Base::s_q, Base::warp_row, Base::work_tile;
   using typename Base::Element, typename Base::Products, typename Base::Unit;
 
-  /// Normalises the rows; out goes through the warp's own rows of Q in shared memory, so that it leaves in 16-byte
-  /// chunks.
+  /// Normalises the rows, and stores lse and out. Out goes through the warp's own rows of Q in shared memory, so that
+  /// it leaves in 16-byte chunks.
   __device__ __forceinline__ void store() {
     const Sequence& sequence = work_tile.sequence;
     const int first_query = work_tile.first_query;

@@ -15,14 +15,15 @@ struct HeadsOfCall {
   bool bias_of_batches;  // bias_of_all_batches()
 };
 
-/// Sections of heads and batch entries whose CTAs run side by side, and how many such sections there are.
+/// Sections of heads, and of batch entries: how many of them run side by side in a section, and how many sections there
+/// are.
 struct HeadSections {
   int64_t heads, head_sections;
   int64_t batches, batch_sections;
 };
 
-/// As many heads as whose keys stay in L2. Batch entries that share a bias run side by side: what is read once then
-/// serves all of them.
+/// As many heads run side by side as have keys that stay in L2 together. Batch entries that share a bias run side by
+/// side: a part of the bias that is read once then serves all of them.
 constexpr HeadSections head_sections(const HeadsOfCall& call) {
   constexpr int64_t kKeyBytesInL2 = 24 << 20, kMaxGridZ = 65535;
   const int64_t key_bytes = std::max<int64_t>(1, call.key_bytes);

@@ -1,7 +1,7 @@
 // Attention forward on mma.sync:   out_i = sum_j p_ij v_j / l_i,   p_ij = 2^(s_ij - r_i),   l_i = sum_j p_ij
 //
-// A CTA owns kBlockM queries of one head; each of its warps owns kWarpRows of them and walks all keys that they see,
-// so that warps share nothing but the loads. K and V tiles come through cp.async, one tile ahead.
+// A CTA owns kBlockM queries of one head. Each of its warps owns kWarpRows of these queries and visits all keys that
+// they see, so that warps share nothing but the loads. K and V tiles come through cp.async, one tile ahead.
 //
 // The stabiliser r_i need not be the running maximum (FlashAttention-2, algorithm 1) as long as nothing overflows. It
 // is the maximum of the first tile in which the row sees a key, and stays, so that the loop has neither a maximum nor a
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   auto* const s_work_tile = reinterpret_cast<ForwardWorkTile<Config>*>(shared + Config::kTilesBytes);
   if (threadIdx.x == 0) new (s_work_tile) ForwardWorkTile<Config>(work_tile);
   ForwardConsumer<Config> consumer(p, constants, *s_work_tile, shared);
-  // A mask may leave nothing of the first tiles.
+  // With a mask, the first tile is not known yet: the mask may leave nothing of the last tiles.
   if constexpr (!Config::kMasks) consumer.begin(work_tile, work_tile.tiles.end - 1);
   __syncthreads();
   consumer.run();

@@ -8,7 +8,7 @@
 
 namespace flash_ext::sm80 {
 
-/// Bits of the rows of a warp, kRows of them, and a tile of kKeys keys.
+/// The visibility bits of a warp's kRows rows and a tile of kKeys keys.
 template <int kRows, int kKeys>
 struct WarpVisibility {
   static constexpr int kUnits = kKeys / kMaskKeys;
@@ -27,7 +27,7 @@ struct WarpVisibility {
     }
   }
 
-  /// Hides by -inf.
+  /// Sets hidden scores to -inf.
   template <int kM, int kN>
   __device__ __forceinline__ void hide(float (&s)[kM][kN][4]) const {
     static_assert(kM == kRows / 16 && kN == kKeys / 8);
@@ -69,7 +69,7 @@ template <int kRows, int kKeys>
 struct MaskTile {
   static constexpr int kWords = kKeys / 32;
 
-  /// Hides by -inf what the words of the warp's rows hide, word (row, group) at s_words[row * kWords + group].
+  /// Sets scores to -inf that the words of the warp's rows hide, word (row, group) at s_words[row * kWords + group].
   template <int kM, int kN>
   __device__ __forceinline__ static void hide(float (&s)[kM][kN][4], const uint32_t* s_words, int lane) {
     const uint32_t* const s_lane = s_words + lane / 4 * kWords;

@@ -1,5 +1,5 @@
-// A boolean mask as bits. A kernel that runs before the forward packs them (common/mask/visibility.cuh), once for all
-// heads and batch entries that share a mask.
+// A boolean mask as bits. A kernel that runs before the forward packs it (mask_bits.cuh), once for all heads and batch
+// entries that share it.
 #pragma once
 
 #include <cstdint>
@@ -11,17 +11,17 @@ namespace flash_ext::sm80 {
 
 constexpr int kMaskRows = 32, kMaskKeys = 32;  // of a unit
 
-/// What the mask leaves of a unit of queries and keys that exist.
+/// Whether the mask shows some pair of a unit. Queries and keys that do not exist do not count.
 enum MaskState : uint8_t { kMaskHides = 0, kMaskShows = 1 };
 
-/// Units of 32 queries and 32 keys. Of a unit lane 4 g + t has one word: bit 8 k + 2 n + c is query 8 k + g and key
+/// Units of 32 queries and 32 keys. Lane 4 g + t has one word of a unit: bit 8 k + 2 n + c is query 8 k + g and key
 /// 8 n + 2 t + c, as the lane's accumulators lie.
 struct MaskBits {
   uint32_t* words = nullptr;  // null: there is no mask
   uint8_t* states = nullptr;
   int key_units = 0;        // of a row of units; even, as a tile may have two
   int row_stride = 0;       // in units; 0 where all queries are the same
-  int64_t head_stride = 0;  // 0 broadcasts, as does that of the batch
+  int64_t head_stride = 0;  // 0 broadcasts, as does a batch_stride of 0
   int64_t batch_stride = 0;
 
   FLASH_EXT_HOST_DEVICE int64_t unit(int batch, int head, int row_unit, int key_unit) const {
@@ -29,7 +29,7 @@ struct MaskBits {
   }
 };
 
-/// How many there are.
+/// The sizes of the arrays of MaskBits.
 struct MaskSizes {
   int64_t batch = 0, heads = 0;
   int64_t row_units = 0;  // whole tiles of the forward

@@ -36,7 +36,7 @@ struct OptionTiles {
     return TileCoordinates<false>::of_lane(work_tile.first_query + warp_row, tile * kBlockN, lane);
   }
 
-  /// What products are added to: nothing, or the bias.
+  /// Sets the accumulators to what products are added to: 0, or the bias.
   template <int kM, int kN>
   __device__ __forceinline__ void start(float (&s)[kM][kN][4]) const {
     if constexpr (Config::kOneBias) {
@@ -46,7 +46,7 @@ struct OptionTiles {
     }
   }
 
-  /// What the mask leaves of a tile. What follows up to the scores hides how long that takes.
+  /// Loads the bits of what the mask leaves of a tile. The code between this call and the scores hides the latency.
   __device__ __forceinline__ void look_at_mask(Visibility& visible, MaskedTile at) const {
     if constexpr (Config::kMasks) {
       if (Config::kOneMask || ((Config::kFloat || at.partly) && constants.mask.words))
@@ -54,8 +54,8 @@ struct OptionTiles {
     }
   }
 
-  /// Makes scores of products, except for two things: constants.scale, and the rows' part of ALiBi, which it returns.
-  /// `words` are those of a block mask.
+  /// Turns products into scores, except for two things: constants.scale, and the rows' part of ALiBi, which it returns.
+  /// `words`: which of two slots has the words of a block mask.
   template <int kM, int kN>
   __device__ __forceinline__ AlibiOfRows apply(float (&s)[kM][kN][4], MaskedTile at, const Visibility& visible,
                                                int words) const {
@@ -95,7 +95,8 @@ struct OptionTiles {
     return 0.0f;
   }
 
-  /// The warp's bias of this tile, which has come, so that no score overflows by it. Natural ones do not.
+  /// Bounds the warp's bias of this tile, which has arrived, so that no score overflows by it. Natural scores do not
+  /// overflow.
   __device__ __forceinline__ void saturate_bias() const {
     if constexpr (Config::kBiases && !Unit::kNatural) {
       if (!(Config::kOneBias || constants.stages_bias)) return;
@@ -103,7 +104,7 @@ struct OptionTiles {
     }
   }
 
-  /// A bias of -inf hides even a score that is NaN. Rare. True if it looked.
+  /// Zeroes weights that a bias of -inf hides: it hides even a score that is NaN. Rare. True if it looked at the bias.
   template <int kM, int kN>
   __device__ __forceinline__ bool hide_by_bias(float (&weights)[kM][kN][4]) const {
     if constexpr (Config::kBiases) {
@@ -126,7 +127,7 @@ struct OptionTiles {
     }
   }
 
-  /// What the draws for the keys of `tile` share, for the barrier that follows.
+  /// Computes what the draws for the keys of `tile` share. The barrier that follows publishes it.
   __device__ __forceinline__ void share_random_bits(const PhiloxKey& seeds, int tile) const {
     if constexpr (Config::kOneDropout) WarpRandomBits<Config>::share(work_tile, seeds, s_random_bits(tile), tile);
   }
@@ -134,7 +135,7 @@ struct OptionTiles {
     return {work_tile, seeds, s_random_bits(tile), ptx::reread(warp_row), ptx::reread(lane)};
   }
 
-  /// Without waiting, once the warp is done with what was there.
+  /// Starts the copies of the warp's bias tile, once the warp has read the tile before. It does not wait for them.
   __device__ __forceinline__ void load_bias(const ForwardWorkTile<Config>& work_tile, int tile) const {
     if constexpr (Config::kBiases) {
       if (!(Config::kOneBias || constants.stages_bias) || tile < work_tile.tiles.begin) return;
@@ -149,8 +150,8 @@ struct OptionTiles {
     return Config::kMasks;
   }
 
-  /// The next tile to visit, from `tile` down to `last`: that is, in which the masks leave something. Words of a block
-  /// mask are in `words` then; `seen` has the visible_tiles of the tile after. Ends with a barrier.
+  /// Finds the next tile to visit, from `tile` down to `last`: one in which the masks leave something. words_of(words)
+  /// then has the words of a block mask, and `seen` the visible_tiles() of the group of that tile. Ends with a barrier.
   __device__ __forceinline__ MaskedTile find(int tile, int last, int words, uint32_t& seen) const {
     bool partly = false;
     if constexpr (Config::kReads) {
@@ -165,7 +166,7 @@ struct OptionTiles {
     return {tile, partly};
   }
 
-  /// The first tile to visit, which the CTA's list of tiles ends with from here on.
+  /// Finds the first tile to visit, and makes it the last of the CTA's range of tiles.
   __device__ __forceinline__ MaskedTile find_first(int words, uint32_t& seen) const {
     const int last = work_tile.tiles.end - 1;
     if (!masked()) return {last, false};
@@ -179,7 +180,7 @@ struct OptionTiles {
   }
 
  private:
-  /// A slot for each group of keys, by turns of the tiles, of which none is left out.
+  /// The slot of a tile's random bits. Tiles use two slots in turn, as none of them is left out.
   __device__ __forceinline__ uint32_t s_random_bits(int tile) const {
     return s_begin + Config::kSharedBytes + (tile & 1) * Config::kRandomBytes;
   }
@@ -201,7 +202,7 @@ struct OptionTiles {
     return visible_tiles<kBlockM, kBlockN>(constants.mask, work_tile.sequence, work_tile.first_query, group, lane);
   }
 
-  /// The mask's part. All threads come to the same, without a barrier.
+  /// Does the boolean mask's part of find(). All threads find the same tile, without a barrier.
   __device__ __forceinline__ int find_by_bits(int tile, int last, uint32_t& seen) const {
     // In float32 there is no register to keep `seen` in.
     bool other_group = Config::kFloat || tile % 32 == 31;
@@ -237,8 +238,8 @@ struct OptionTiles {
     return {tile, false};
   }
 
-  /// -slope * distance. On one side of the diagonal it is linear: the keys' part is added, the rows' part returned.
-  /// Natural scores are rounded once, as in the backward.
+  /// Adds -slope * distance. On one side of the diagonal this is linear: the keys' part is added, the rows' part
+  /// returned. Natural scores get both parts at once, because they are rounded once, as in the backward.
   template <int kM, int kN>
   __device__ __forceinline__ AlibiOfRows add_alibi(float (&s)[kM][kN][4], int tile) const {
     const TileCoordinates<false> at = coordinates(tile);

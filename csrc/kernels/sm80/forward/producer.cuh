@@ -21,7 +21,7 @@ struct ForwardLoads : ForwardWarp<Config> {
                                                     work_tile.first_query, work_tile.sequence.seqlen_q,
                                                     static_cast<int>(p.head_dim), thread);
   }
-  /// What the copies of a step ask of shared memory: asked for before a wait, which then hides how long that takes.
+  /// What the copies of a step read from shared memory. It is read before a wait, which hides the latency.
   struct Source {
     RowSource<Element, Config::kReads> rows;
     int seqlen_k;
@@ -32,7 +32,7 @@ struct ForwardLoads : ForwardWarp<Config> {
   __device__ __forceinline__ Source values_of(const ForwardWorkTile<Config>& work_tile) const {
     return {with_known(work_tile.values, p.v), work_tile.sequence.seqlen_k};
   }
-  /// What constant memory knows need not be asked for.
+  /// Fills in what constant memory knows, so that it need not be read from shared memory.
   template <class Rows>
   __device__ __forceinline__ Rows with_known(Rows rows, const TensorView& view) const {
     rows.row_stride = view.row_stride;
@@ -57,7 +57,7 @@ struct ForwardLoads : ForwardWarp<Config> {
     for (int m = 0; m < kM; ++m) Products::load_a(a[m], s_lane, warp_row + 16 * m, step);
   }
 
-  /// What is under way arrives, and the next tile to visit is found.
+  /// Waits for the copies under way, finds the next tile to visit, and starts the copies of this step.
   __device__ __forceinline__ MaskedTile begin_step(int tile, bool first, int last_tile) {
     const Source keys = keys_of(work_tile), values = values_of(work_tile);
     options().share_random_bits(seeds, tile);
@@ -77,7 +77,8 @@ struct ForwardLoads : ForwardWarp<Config> {
     return next;
   }
 
-  /// Q K(n)^T is done. Warps come here from either kind of step.
+  /// Releases K(n) when Q K(n)^T is done: with one stage, waits for V(n) and starts the copy of the next K. Warps call
+  /// it from either kind of step.
   __device__ __forceinline__ void release_key(MaskedTile next) const {
     if constexpr (Config::kStages == 1) {
       ptx::cp_async_wait<0>();
@@ -87,8 +88,8 @@ struct ForwardLoads : ForwardWarp<Config> {
     }
   }
 
-  /// Q, and the first tiles of K, V and the bias, which do not have to wait for anybody: `work_tile` need not be what
-  /// lies in shared memory.
+  /// Starts the copies of Q and of the first tiles of K, V and the bias, which do not have to wait for anybody.
+  /// `work_tile` need not lie in shared memory yet.
   __device__ __forceinline__ void begin(const ForwardWorkTile<Config>& work_tile, int tile) {
     if (tile < work_tile.tiles.begin) return;
     const int thread = ptx::reread(static_cast<int>(threadIdx.x));

@@ -14,7 +14,7 @@ struct ForwardProducts : ForwardLoads<Config> {
       Base::stage;
   using typename Base::KeptWeights, typename Base::Products, typename Base::RandomBits, typename Base::Scores;
 
-  /// S = Q K^T. Beside it dropout computes its random bits.
+  /// S = Q K^T. With dropout as the only option, random bits are computed between the products.
   __device__ __forceinline__ void multiply_qk(Scores& s, KeptWeights& kept, int tile) const {
     const uint32_t s_lane = stage(s_k, 0) + Products::lane_b(lane);
     options().start(s);
@@ -37,7 +37,7 @@ struct ForwardProducts : ForwardLoads<Config> {
     }
   }
 
-  /// Loads do not move up past it: ptxas would load more fragments ahead than it has registers for.
+  /// Keeps loads from moving up past it: ptxas would load more fragments ahead than it has registers for.
   __device__ __forceinline__ static void fence_loads(int d) {
 #if __CUDA_ARCH__ >= 900
     constexpr int kEvery = 8;

@@ -33,7 +33,7 @@ struct ForwardRows {
     }
   }
 
-  /// Makes the maximum so far, and what lift(m, r) adds to it, the stabiliser of each row.
+  /// Raises the stabiliser of each row to the maximum of the tile plus lift(m, r), and rescales the row's sum and out.
   template <class Lift>
   __device__ __forceinline__ void update_row_max(const Scores& s, float scale, const AlibiOfRows& terms, Lift lift,
                                                  bool first) {
@@ -53,7 +53,7 @@ struct ForwardRows {
       }
   }
 
-  /// Of the rows that there are: 16 m + 8 r below rows_left.
+  /// Whether some row that exists, 16 m + 8 r below rows_left, has no stabiliser.
   __device__ __forceinline__ bool some_without_stabiliser(int rows_left) const {
     bool missing = false;
 #pragma unroll
@@ -63,8 +63,8 @@ struct ForwardRows {
     return __any_sync(~0u, missing);
   }
 
-  /// P in place of S. `hide` takes hidden weights out of P where they turned out to be NaN. kRounds: scores are rounded
-  /// as the stabiliser was. Else see FixedStabiliser.
+  /// Turns S into P in place. `hide` zeroes hidden weights that turned out to be NaN. kRounds: scores are rounded as
+  /// the stabiliser was. Else see FixedStabiliser.
   template <bool kRounds, class Hide>
   __device__ __forceinline__ void exponentiate(Scores& s, float scale, const AlibiOfRows& terms, Hide hide) {
     float of_tile[kM][2], total = 0.0f;
@@ -97,9 +97,9 @@ struct ForwardRows {
       for (int r = 0; r < 2; ++r) sum[m][r] += of_tile[m][r];
   }
 
-  /// Whether rows that there are have to be worked out again: a sum overflowed, or came to nothing as its stabiliser
-  /// was too high, or the stabiliser is too large. `biased`: a row without keys may have one whose bias was -inf only
-  /// as a score.
+  /// Whether rows that exist must be recomputed: a sum overflowed, or vanished because its stabiliser was too high, or
+  /// the stabiliser is too large. `biased`: a row that has seen no key may have a key whose bias became -inf only in
+  /// units of scores.
   __device__ __forceinline__ bool lost(int rows_left, bool biased) const {
     bool any = false;
 #pragma unroll
@@ -128,12 +128,12 @@ struct ForwardRows {
     return zero == 0.0f;
   }
 
-  /// Of all four lanes that hold the row.
+  /// Adds up the sums of the four lanes that hold the row.
   __device__ __forceinline__ float row_sum(int m, int r) const { return sum_of_row(sum[m][r]); }
 
  private:
-  /// The weight of a product. Of floats the difference comes before the scale, so that no large score is rounded; they
-  /// have no row terms.
+  /// The weight of a product. For floats the stabiliser is subtracted before the product is scaled, so that no large
+  /// score is rounded; floats have no row terms.
   template <bool kRounds>
   __device__ __forceinline__ static float weight(float product, float scale, float term, float base) {
     if constexpr (Unit::kNatural) {
@@ -174,7 +174,7 @@ struct ForwardRows {
       }
   }
 
-  /// Takes the exponent of sums beyond the limit into the stabiliser, as long as a power of 2 can undo it. Else the sum
+  /// Moves the exponent of sums beyond the limit into the stabiliser, as long as a power of 2 can undo it. Else the sum
   /// becomes Inf, which shows in the end.
   __device__ __forceinline__ void lower(Scores& p, float (&of_tile)[kM][2], float scale) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Which CTA of the forward computes which tile, and what the host decides about a call before it launches a kernel.
+// The order of the forward's work tiles, and what the host decides about a call before it launches a kernel.
 #pragma once
 
 #include "head_order.h"
@@ -11,9 +11,10 @@
 
 namespace flash_ext::sm80 {
 
-/// A grid of (heads of a group x batch entries that share a bias, CTAs of queries, groups of both), scheduled in this
-/// order: the CTAs with the most keys first, which balances a causal mask, of no more heads than whose keys stay in
-/// L2, and what reads the same bias side by side. Or a list, and a grid of as many CTAs as it may have work tiles.
+/// Finds the work tile of this CTA. The grid is (heads of a group x batch entries that share a bias, query tiles,
+/// groups of both). CTAs with the most keys start first, which balances a causal mask. No more heads run at a time than
+/// have their keys in L2, and CTAs that read the same bias run side by side. With a list, the grid has as many CTAs as
+/// the list may have work tiles.
 template <class Config>
 __device__ __forceinline__ TileIndex tile_of_cta(const ForwardParams& p, const ForwardConstants& constants) {
   if (constants.list) return constants.list.locate(static_cast<int>(blockIdx.x));
@@ -32,7 +33,7 @@ __device__ __forceinline__ TileIndex tile_of_cta(const ForwardParams& p, const F
   return {batch, head, tile};
 }
 
-/// With the order of tiles alone.
+/// Returns constants with the order of tiles alone.
 inline ForwardConstants schedule_heads(const ForwardParams& p, int64_t element_bytes) {
   const HeadSections sections =
       head_sections({p.batch, p.heads_q, p.heads_kv, p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes,
@@ -51,7 +52,7 @@ int64_t bias_bytes(const AttentionParams& p) {
   return Config::kWarps * BiasTile<Config::kWarpRows, Config::kBlockN>::bytes(p.bias);
 }
 
-/// The options, and the shared memory that the kernel needs in all.
+/// Fills in the options. Returns the shared memory that the kernel needs in all.
 template <class Config>
 int64_t plan_options(ForwardConstants& constants, const ForwardParams& p) {
   using Unit = ScoreUnit<typename Config::Element>;

@@ -10,8 +10,8 @@
 namespace flash_ext::sm80 {
 
 /// What a kernel can do. Each option costs registers, of which head dim 128 has none to spare, and the branches around
-/// it cost time. So those that take the most have a variant of their own for calls with nothing else; kReads can do
-/// all.
+/// it cost time. So the options that cost the most have variants of their own, for calls with no other option. kReads
+/// serves every call.
 enum class ForwardVariant {
   kPlain,      // scaled products within a window
   kComputes,   // softcap, ALiBi, any scale; at head dim 256 dropout alone
@@ -36,7 +36,7 @@ constexpr ForwardVariant variant_of(const ForwardAsked& call) {
   const bool plain = scaled && !call.drops;
   if (call.block_mask || call.paged || (call.bias && call.mask)) return ForwardVariant::kReads;
   if (call.bias) {
-    // Added to products: the scale must be one to divide by.
+    // The bias is added to products, and for that divided by the scale, which must be normal.
     if (!plain || !call.bias_in_chunks || !is_normal_scale(call.softmax_scale)) return ForwardVariant::kReads;
     return call.bias_dtype == call.dtype        ? ForwardVariant::kBias
            : call.bias_dtype == DType::kFloat32 ? ForwardVariant::kFloatBias
@@ -63,8 +63,8 @@ constexpr ForwardVariant with_branches(ForwardVariant wanted) {
   }
 }
 
-/// The variant that kernels of an element type and a head dim have in the place of one that is wanted. Branches cost
-/// little where a tile of scores is worked on for long, as it is at head dim 256 and in float32.
+/// The variant that is instantiated in place of the wanted one, for an element type and a head dim. Branches cost
+/// little where a tile of scores takes long, as it does at head dim 256 and in float32.
 constexpr ForwardVariant available_variant(ForwardVariant wanted, bool is_float, int head_dim) {
   const bool has_single_options = !is_float && head_dim <= 128;
   if (wanted == ForwardVariant::kFloatBias && head_dim != 64) return ForwardVariant::kReads;  // it lacks a register
@@ -120,7 +120,7 @@ constexpr bool has_small_forward(int head_dim, bool is_float) {
 
 /// At head dim 256 two CTAs of 64 queries on an SM beat one of 128, where an SM has the shared memory for them.
 constexpr bool takes_small_forward(int head_dim, bool is_float, int shared_bytes_per_cta, int shared_bytes_per_sm) {
-  constexpr int kReservedBytes = 1024;  // that each CTA costs more
+  constexpr int kReservedBytes = 1024;  // of an SM, for each CTA
   if (!has_small_forward(head_dim, is_float)) return false;
   const ForwardShape large = forward_shape(head_dim, is_float, ForwardVariant::kPlain, false);
   const ForwardShape small = forward_shape(head_dim, is_float, ForwardVariant::kPlain, true);

@@ -19,12 +19,12 @@ enum ForwardBarrier : int {
 struct ForwardConstants {
   int heads, groups;          // heads of q whose CTAs run side by side, and how many such groups make up the heads
   int batches, batch_groups;  // the same of batch entries
-  // A product becomes a score by `scale`. With softcap, or with terms that cannot be added to products because `scale`
-  // is no number to divide by, the bias is read element by element, or scores are natural and rounded as those of the
-  // backward, it goes first through `first_scale`.
+  // A product becomes a score by `scale`. In these cases it first goes through `first_scale`: with softcap; where
+  // `scale` is no number to divide by, or the bias is read element by element, so that terms cannot be added to
+  // products; where scores are natural and rounded as those of the backward.
   float first_scale, scale;
   float cap;
-  float per_unit;   // of what is added before `scale`: its inverse
+  float per_unit;   // 1 / scale: factor of what is added before `scale`
   float most_bias;  // of saturate_bias()
   bool caps, scales_first, adds_alibi, reads_bias, drops, masked, blocks_mask;
   bool stages_bias;               // through shared memory: there is room for it
@@ -33,7 +33,7 @@ struct ForwardConstants {
   WorkList list;  // of packed sequences; then no heads, groups and batches count
 };
 
-/// What the options of one head come to.
+/// The options of one head.
 template <class Element>
 struct ForwardOptions {
   ScoreRules<Element> rules;
@@ -47,7 +47,7 @@ struct NoOptions {
   __device__ __forceinline__ NoOptions(const AttentionParams&, const Sequence&) {}
 };
 
-/// A mask's words of the CTA's queries.
+/// The words of a mask for the CTA's queries.
 struct BlockMaskWords {
   const uint32_t* words = nullptr;
 
@@ -80,8 +80,8 @@ struct ForwardWorkTile {
   std::conditional_t<Config::kDropout, ForwardOptions<Element>, NoOptions> options;
   int first_query;
   TileSpan tiles;
-  // Again, with V sanitised, and else as before, so that what is hidden leaves no trace in the bits; and if sums
-  // overflowed, on the safe path, with the running maximum.
+  // Set for a recomputation. sanitised: V is sanitised and all else as before, so that what is hidden leaves no trace
+  // in the bits. safe_path: with the running maximum, because some row was lost.
   bool sanitised = false, safe_path = false;
   bool met_non_finite = false;  // in V, when it was sanitised
   std::conditional_t<Config::kMasks, BlockMaskWords, NoMaskWords> mask;
@@ -100,7 +100,7 @@ struct ForwardWorkTile {
 /// A key tile, and whether masks hide a part of it.
 struct MaskedTile {
   int tile;
-  bool partly;  // of kReads: hidden, which the bits of the mask or the words of the block mask then say
+  bool partly;  // set by kReads alone; the bits of the mask or the words of the block mask say what is hidden
 };
 
 }  // namespace flash_ext::sm80

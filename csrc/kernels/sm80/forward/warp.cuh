@@ -1,4 +1,4 @@
-// What a warp of the forward knows: its rows, where tiles lie, what it keeps of its rows.
+// The state of a warp of the forward: its rows, where tiles lie, and what it accumulates for its rows.
 #pragma once
 
 #include "kernels/common/score/scores.cuh"
@@ -55,7 +55,8 @@ struct ForwardWarp {
         s_v(s_k + Config::kStages * Config::kTileBytes),
         seeds(seeds_of(p)) {}
 
-  /// Only where they stand in uniform registers, which other classes do without.
+  /// Seeds of dropout, for kOneDropout alone: there they stand in uniform registers. Other variants read them with the
+  /// options.
   __device__ __forceinline__ static PhiloxKey seeds_of(const ForwardParams& p) {
     if constexpr (!Config::kOneDropout) return {};
     return uniform_seeds(p.dropout);
@@ -63,13 +64,13 @@ struct ForwardWarp {
   __device__ __forceinline__ OptionTiles<Config> options() const {
     return {p, constants, work_tile, s_q, warp_row, lane};
   }
-  /// K or V of the current step, or of the one after it.
+  /// The stage of K or V of the current step, or of the step after it.
   __device__ __forceinline__ uint32_t stage(uint32_t s_ring, int steps_ahead) const {
     return s_ring + (Config::kStages == 1 ? 0u : static_cast<uint32_t>((phase + steps_ahead) & 1)) * Config::kTileBytes;
   }
 
-  /// threadIdx.x; where registers are short, so that its addresses are not kept from step to step. On sm_80 ptxas finds
-  /// room for them, but with a mask.
+  /// Returns threadIdx.x; where registers are short, so that its addresses are not kept from step to step. On sm_80
+  /// ptxas finds room for them, except with a mask.
   __device__ __forceinline__ static int copying_thread() {
     const int thread = static_cast<int>(threadIdx.x);
 #if __CUDA_ARCH__ >= 900
@@ -93,7 +94,8 @@ struct ForwardWarp {
     warp_row = ptx::reread(warp_row);
   }
 
-  /// Rows of the sequence from this lane's first one on. Seldom: what follows from the lane is not kept for it.
+  /// Rows of the sequence from this lane's first one on. It is seldom called, so values that depend on the lane are not
+  /// kept for it.
   __device__ __forceinline__ int rows_left() const {
     return work_tile.sequence.seqlen_q - (work_tile.first_query + ptx::reread(warp_row) + ptx::reread(lane) / 4);
   }

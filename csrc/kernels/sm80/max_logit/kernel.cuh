@@ -17,7 +17,7 @@ struct QueryTile {
   int batch, tile;
 };
 
-/// Number n of the tiles of all packed sequences. Sequence b has those from cu_seqlens[b] / 64 + b on, which are as
+/// Finds tile number n of all packed sequences. Sequence b has the numbers from cu_seqlens[b] / 64 + b on. These are as
 /// many as its rows can need, wherever it begins.
 __device__ __forceinline__ QueryTile packed_query_tile(const AttentionParams& p, int n) {
   const auto first_tile = [&](int b) {
@@ -35,7 +35,8 @@ __device__ __forceinline__ QueryTile packed_query_tile(const AttentionParams& p,
   return {low, n - first_tile(low)};
 }
 
-/// The largest of the tile's scores and `largest`, in the unit of scores. Rows behind the last query are no queries.
+/// Returns the largest of the tile's scores and `largest`, in the unit of scores. Rows behind the last query do not
+/// count.
 template <class Element>
 __device__ __forceinline__ float largest_of(ScoreFragment& s, const ScoreTile<Element>& tile, float largest) {
   const TileCoordinates<false> at = tile.coordinates();
@@ -45,7 +46,7 @@ __device__ __forceinline__ float largest_of(ScoreFragment& s, const ScoreTile<El
   return largest;
 }
 
-/// The largest number of all threads, for the first of them.
+/// Returns the largest number of all threads in the first of them.
 __device__ __forceinline__ float largest_of_cta(float x) {
   __shared__ float s_largest[kScoreThreads / 32];
 #pragma unroll
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
   if (threadIdx.x == 0) raise_max_logit(p, sequence, largest * ScoreUnit<Element>::kNaturalPer);
 }
 
-/// Into how many CTAs the keys of a tile of queries go, so that these fill the GPU a few times.
+/// The number of CTAs that share the keys of a tile of queries, so that all CTAs fill the GPU a few times.
 template <class Element>
 int64_t max_logit_key_splits(int64_t query_tiles, int64_t key_tiles) {
   constexpr int64_t kWaves = 4;

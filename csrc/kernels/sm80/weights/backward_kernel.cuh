@@ -13,7 +13,7 @@
 
 namespace flash_ext::sm80 {
 
-/// The gradient of the products q . k, and what the rows of dS sum up to.
+/// Computes the gradient of the products q . k, and adds the sums of the rows of dS to `sum`.
 template <class Element>
 __device__ __forceinline__ void product_gradient(ScoreFragment& ds, const ScoreTile<Element>& tile,
                                                  const BackwardParams& p, float (&sum)[2]) {

@@ -7,11 +7,11 @@
 
 namespace flash_ext::sm80 {
 
-/// float16, bfloat16, float32; rows of q and k start at multiples of 16 bytes. Of packed sequences only what they reach
-/// is written.
+/// Writes the weights. Takes float16, bfloat16, float32; rows of q and k start at multiples of 16 bytes. For packed
+/// sequences, tiles beyond a sequence's lengths are not written.
 void weights(const WeightsParams& params, cudaStream_t stream);
 
-/// dq, dk and dlse of every row that a sequence covers, given grad_weights. dbias is bias_gradient's matter.
+/// Computes dq, dk and dlse of every row that a sequence covers, given grad_weights. bias_gradient computes dbias.
 void weights_backward(const BackwardParams& params, cudaStream_t stream);
 
 }  // namespace flash_ext::sm80

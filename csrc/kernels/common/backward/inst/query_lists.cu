@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kListThreads = 128, kKeysOfWarp = 16;
 
-/// A warp makes the list of a tile of keys: a lane looks for its block in a row of the mask.
+/// Writes the lists, each in one warp. A lane looks up the block of the list's key tile in one row of the mask.
 __global__ void __launch_bounds__(kListThreads)
     query_lists_kernel(const __grid_constant__ BlockMaskParams mask, const __grid_constant__ QueryLists lists,
                        int key_tile_size) {
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kListThreads)
   for (int head = 0; head < lists.group; ++head) {
     const int32_t* const offsets =
         mask.offsets + batch * mask.offsets_batch_stride + (head_kv * lists.group + head) * mask.offsets_head_stride;
-    bool last_found = false;  // of the 32 rows looked at last, the one of this lane
+    bool last_found = false;  // whether this lane has found the block in its row of the last 32
     for (int first = 0; first < rows; first += 32) {
       const int row = first + lane;
       bool found = false;
@@ -49,15 +49,16 @@ __global__ void __launch_bounds__(kListThreads)
       }
       count += __popc(all) * parts;
     }
-    // The last row of blocks may have fewer tiles. Other heads overwrite what is behind them.
+    // The last row of blocks may have fewer tiles than `parts`. Tiles that it lacks are not counted, and the next head
+    // writes in their place.
     const int past_end = rows * parts - lists.query_tiles;
     if (past_end > 0 && __shfl_sync(~0u, static_cast<int>(last_found), (rows - 1) % 32)) count -= past_end;
   }
   if (lane == 0) lists.counts[list] = count;
 }
 
-/// A lane's bits of a tile of queries of a bitmap, and 16 keys: of keys g and g + 8, with g = lane / 4, in
-/// TransposedOrder.
+/// Writes the bits of a query tile of a bitmap and 16 keys, each thread those of one lane: of its keys g and g + 8,
+/// with g = lane / 4, in TransposedOrder.
 __global__ void __launch_bounds__(kListThreads)
     visible_queries_kernel(const __grid_constant__ BlockMaskParams mask, const __grid_constant__ QueryLists lists,
                            int query_tile_size) {
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(kListThreads)
   const int key_groups = static_cast<int>(mask.block_n) / kKeysOfWarp, words = static_cast<int>(mask.block_n) / 32;
   if (flat >= lists.num_visible * key_groups * 32) return;
   const int lane = static_cast<int>(flat % 32), key = static_cast<int>(flat / 32 % key_groups) * kKeysOfWarp + lane / 4;
-  const int64_t tile = flat / 32 / key_groups;  // of all bitmaps; those of a bitmap are whole
+  const int64_t tile = flat / 32 / key_groups;  // query tile, counted over all bitmaps; a bitmap consists of whole ones
   const int32_t* const g_rows = mask.bitmaps + (tile * query_tile_size + 2 * (lane % 4)) * words + key / 32;
   uint32_t visible[2] = {0, 0};
   for (int n = 0; n < query_tile_size / 8; ++n)

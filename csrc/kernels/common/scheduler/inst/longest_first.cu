@@ -8,7 +8,8 @@ namespace {
 
 constexpr int kClasses = 1024, kSortThreads = 1024;
 
-/// The number of classes before each, in place of how many tiles each has. By all threads, one a class.
+/// Replaces the number of tiles of each class by the number of tiles in all classes before it. All threads call it, one
+/// for each class.
 __device__ __forceinline__ void sum_before(int (&s_classes)[kClasses]) {
   static_assert(kClasses == kSortThreads);
   __shared__ int s_warps[kSortThreads / 32];
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(kSortThreads)
     const int cost = min(max(order.costs.of(head / heads, head % heads, tile), 0), static_cast<int>(order.most));
     return kClasses - 1 - static_cast<int>(static_cast<float>(cost) * scale);
   };
-  // Tiles of a head lie side by side, so that the costs of a warp's do.
+  // Consecutive k are tiles of one head, so that a warp reads costs that lie side by side.
   const int count = (end_head - first_head) * tiles;
   for (int k = threadIdx.x; k < count; k += kSortThreads)
     atomicAdd(&s_classes[class_of(first_head + k / tiles, k % tiles)], 1);

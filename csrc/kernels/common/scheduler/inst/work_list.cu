@@ -1,5 +1,5 @@
 // The kernel that writes a work list (common/scheduler/work_list.cuh). A CTA sorts a chunk of sequences, finds their
-// sections and where each tile stands, and writes the entries; what the chunks before it have, it counts for itself.
+// sections and where each tile stands, and writes the entries. It counts the tiles of earlier chunks itself.
 #include <climits>
 
 #include "kernels/common/scheduler/work_list.cuh"
@@ -32,7 +32,7 @@ struct SequenceRows {
   }
 };
 
-/// Sums over the threads: of those before this one, and of all.
+/// Sums of `value` over the threads before this one, and over all threads.
 struct BlockSum {
   int64_t before, all;
 
@@ -57,7 +57,7 @@ struct BlockSum {
   }
 };
 
-/// Bitonic, the largest first. `size` is a power of two.
+/// Sorts bitonically, the largest first. `size` is a power of two.
 __device__ __forceinline__ void sort_keys(uint64_t* keys, int size) {
   for (int run = 2; run <= size; run *= 2)
     for (int stride = run / 2; stride > 0; stride /= 2) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void sort_keys(uint64_t* keys, int size) {
     }
 }
 
-/// The sorted keys of the sequences [first, first + size).
+/// Computes and sorts the keys of the sequences [first, first + size).
 __device__ __forceinline__ void find_keys(const AttentionParams& p, WorkListSide side, int block, int first, int size,
                                           ChunkState& s) {
   int padded = 1;
@@ -92,7 +92,7 @@ __device__ __forceinline__ void find_keys(const AttentionParams& p, WorkListSide
   if (!__syncthreads_and(sorted)) sort_keys(s.keys, padded);
 }
 
-/// Tiles and sections of the sorted sequences; returns the tiles of all.
+/// Finds the tiles and the sections of the sorted sequences. Returns the number of tiles of all.
 __device__ __forceinline__ int64_t find_sections(const WorkOrder& order, int size, ChunkState& s) {
   const int first = static_cast<int>(threadIdx.x) * kSequencesOfThread;
   const int end = min(first + kSequencesOfThread, size);
@@ -111,7 +111,7 @@ __device__ __forceinline__ int64_t find_sections(const WorkOrder& order, int siz
     rows_before += other_rows_of_key(key);
   }
   if (threadIdx.x == 0) s.tiles_before[size] = tiles_sum.all;
-  // The section that a thread's first sequences continue began with one of a thread before it.
+  // A thread's first sequences may continue a section that began with a sequence of an earlier thread.
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   int latest = begin;
 #pragma unroll
@@ -133,9 +133,9 @@ __device__ __forceinline__ int64_t find_sections(const WorkOrder& order, int siz
   return tiles_sum.all;
 }
 
-/// The sequence that has a tile, of all tiles of the chunk.
+/// Finds the sequence of a tile, by the tile's number among all tiles of the chunk.
 __device__ __forceinline__ int sequence_of_tile(const ChunkState& s, int size, int64_t tile) {
-  int low = 0, high = size;  // the last one that begins at or before it
+  int low = 0, high = size;  // the last sequence whose first tile is at or before it
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     if (s.tiles_before[middle] <= tile) {
