@@ -13,13 +13,13 @@
 namespace flash_ext::plan {
 namespace {
 
-// ---- What things cost: cycles of an H200 at full load ---------------------------------------------------------------
+// ---- Costs, in cycles of an H200 at full load -----------------------------------------------------------------------
 
-constexpr double kStoreBytes = 40;       // a clock, of an SM that stores a split's dK and dV
-constexpr double kCombineBytes = 2400;   // a clock, of all SMs that add them up
+constexpr double kStoreBytes = 40;       // bytes per clock of an SM that stores dK and dV of a split
+constexpr double kCombineBytes = 2400;   // bytes per clock of all SMs together when they add up splits
 constexpr double kCombineLaunch = 2500;  // cycles
 
-// ---- What there is to be done ---------------------------------------------------------------------------------------
+// ---- Key tiles and the query tiles that see them --------------------------------------------------------------------
 
 /// The mean length of packed sequences.
 int64_t mean_length(const Problem& p, int64_t longest, int64_t total) {
@@ -35,10 +35,10 @@ TileRange query_tiles(const Problem& p, const BackwardTiles& tiles, int64_t seql
 }
 
 struct KeyTiles {
-  bool packed = false;  // then lengths are their mean: a bound on the longest decides nothing
-  int64_t count = 0;    // of all heads and batch entries
+  bool packed = false;  // then lengths are the mean: the bound on the longest decides nothing
+  int64_t count = 0;    // key tiles of all heads and batch entries
   int64_t of_sequence = 0;
-  int64_t most_queries = 0;  // tiles of queries of a head that see one of them
+  int64_t most_queries = 0;  // the most query tiles of a head that see a key tile
   double mean_queries = 0;
 
   KeyTiles(const Problem& p, const BackwardTiles& tiles) {
@@ -58,11 +58,11 @@ struct KeyTiles {
   }
 };
 
-// ---- How long that takes --------------------------------------------------------------------------------------------
+// ---- Time of a schedule ---------------------------------------------------------------------------------------------
 
-/// The time at which the last of `count` CTAs ends. The first takes `longest` cycles, the last `shortest`, those
-/// between fall evenly, and each of `slots` SMs takes the next CTA when it is free. A wave evens out the one before it:
-/// an SM that had a longer CTA then gets a shorter one.
+/// The time at which the last of `count` CTAs ends. The first CTA takes `longest` cycles, the last one `shortest`, and
+/// the cycles fall evenly in between. Each of `slots` SMs takes the next CTA when it is free. A wave evens out the one
+/// before it: an SM that had a longer CTA then gets a shorter one.
 double makespan(double count, double slots, double longest, double shortest) {
   const double waves = count / slots;
   const auto at = [&](double wave) { return longest - (longest - shortest) * wave / waves; };
@@ -99,14 +99,15 @@ class SplitChoice {
            ctas * tiles_.slot_bytes() / kCombineBytes;
   }
 
-  /// Tiles are split where that is worth a few percent.
+  /// Returns the schedule with the fewest cycles. Tiles are split only if that saves a few percent.
   KeyTileSchedule best(const KeyTileSchedule& unsplit) const {
     constexpr double kWorthSplitting = 0.97;
     constexpr int64_t kMostSplits = 32;
     const double busy = static_cast<double>(keys_.count) / static_cast<double>(slots_) * (tiles_.cta + mean_);
     double least = kWorthSplitting * cycles(unsplit);
     if (least <= busy) return unsplit;
-    // May stay whole. Of packed sequences, which tiles come first depends on whether they are listed.
+    // Full waves of tiles may stay whole. Not of packed sequences: which tiles come first depends on whether they are
+    // listed.
     const int64_t full_waves = is_even() && !keys_.packed ? keys_.count / slots_ : 0;
     KeyTileSchedule found = unsplit;
     for (int64_t splits = 2; splits <= kMostSplits; ++splits) {
@@ -149,7 +150,7 @@ std::string reason_of(const SplitChoice& choice, const BackwardTiles& tiles, con
               schedule.head_splits, " along the heads of a group, by ", schedule.query_splits, " along its queries");
 }
 
-/// Key heads, a power of two of them, whose Q, dO and dQ are in L2 together while CTAs go over one query head of each.
+/// How many key heads, a power of two, may run together so that L2 holds Q, dO and dQ of one query head of each.
 int64_t heads_in_l2(const Problem& p, int64_t seqlen_q) {
   constexpr int64_t kShareOfL2 = 40 << 20;  // bytes of an H200's 60 MB: the rest is for K, V and what leaves
   const int64_t element = p.dtype == DType::kFloat32 ? 4 : 2;
@@ -159,8 +160,8 @@ int64_t heads_in_l2(const Problem& p, int64_t seqlen_q) {
   return heads;
 }
 
-/// The largest that is not above `most`, or 1. As batches and heads are mostly made of powers of two, so is a section:
-/// none is then smaller than the others.
+/// The largest power of two up to `most`, at least 1. Numbers of batch entries and heads are mostly multiples of powers
+/// of two. With sections of such a size, no section is smaller than the others.
 int64_t power_of_two_up_to(int64_t most) {
   int64_t power = 1;
   while (2 * power <= most) power *= 2;
@@ -169,9 +170,10 @@ int64_t power_of_two_up_to(int64_t most) {
 
 /// How many heads form a section, in which their key tiles stand side by side.
 int64_t section_heads(const Problem& p, int64_t slots, int64_t tiles_of_head) {
-  // Additions to dQ take turns: the fewer tiles of a head start together, the sooner all of them have had their first
-  // one. Under a causal mask those that start later end sooner, so that the next ones start together again; unless
-  // heads of a group, which come before the next tile of queries, keep them apart.
+  // Deterministic additions to dQ take turns: the fewer tiles of a head start together, the sooner each has had its
+  // first turn. Under a causal mask, tiles that start later end earlier, so the next tiles start together again. In
+  // grouped heads they do not: a CTA goes over the heads of a group before the next query tile, which keeps the tiles
+  // apart.
   constexpr int64_t kMostHeads = 8, kTilesOfHead = 4;
   const bool causal = p.window_right >= 0;
   if (!causal) return p.deterministic ? kMostHeads : 1;
@@ -179,7 +181,7 @@ int64_t section_heads(const Problem& p, int64_t slots, int64_t tiles_of_head) {
     const int64_t of_wave = std::max(kMostHeads, ceil_div(slots, tiles_of_head));
     return p.heads_q == p.heads_kv ? std::max(of_wave, power_of_two_up_to(slots / kTilesOfHead)) : of_wave;
   }
-  // About a wave of tiles at least: the last ones of a section are short, and even out the SMs' ends.
+  // A section has about a wave of tiles at least. Its last tiles are short, so the SMs end at about the same time.
   const int64_t of_wave = power_of_two_up_to(slots / tiles_of_head + 1);
   return std::clamp(heads_in_l2(p, mean_length(p, p.seqlen_q, p.total_q)), of_wave, std::max(of_wave, kMostHeads));
 }

@@ -15,12 +15,13 @@ namespace flash_ext::plan {
 struct BackwardTiles {
   int64_t block_m, block_n, head_dim;
   double step;              // cycles of a step: a query tile of a head
-  double cta;               // cycles of a CTA beside its steps
+  double cta;               // cycles of a CTA in addition to its steps
   int64_t cluster = 1;      // CTAs of a cluster
   bool in_sections = true;  // key tiles of the heads of a section stand side by side
   bool splits = true;       // a key tile may be split
 
-  /// Whether key tiles come last first. Kernels without sections add to dQ in turns from the last keys on.
+  /// Whether the order begins with the last key tiles. In kernels without sections, the turns of deterministic
+  /// additions to dQ begin with the last keys.
   bool last_keys_first(const Problem& problem) const { return problem.deterministic && !in_sections; }
 
   double slot_bytes() const { return static_cast<double>(2 * block_n * head_dim * 4); }
@@ -36,7 +37,7 @@ struct BackwardSchedulePlan {
 BackwardSchedulePlan plan_backward_schedule(const Problem& problem, const BackwardTiles& tiles, bool explain);
 
 /// What a CTA (or a cluster) computes: query tiles [begin, end) of some heads for a key tile. The persistent kernel
-/// counts its tiles from the first query that sees the key tile, and so has up to one fewer.
+/// counts its query tiles from the first query that sees the key tile, so it may have one tile fewer.
 struct BackwardCta {
   int64_t batch, first_head, heads, key_tile, begin, end;
   double cycles;  // as the plan estimates

@@ -8,7 +8,8 @@ namespace flash_ext::plan {
 /// The number of queries from which decoding on CUDA may run the forward kernel.
 constexpr int64_t kPrefillRows = 128;
 
-/// Whether a call is no chunk of a prompt: so few queries a sequence that reading the keys limits it, not products.
+/// Whether a sequence has so few queries that reading the keys limits the call, not the products. A chunk of a prompt
+/// has more.
 bool has_few_queries(const Problem& p);
 
 /// Whether a forward that does not split the keys would leave SMs idle.

@@ -14,7 +14,7 @@ enum Feature : unsigned {
   kMask = 1 << 2,
   kBlockMask = 1 << 3,
   kDropout = 1 << 4,
-  kWideBiasBesideMasks = 1 << 5,  // or beside dropout
+  kWideBiasBesideMasks = 1 << 5,  // a wide bias together with masks or dropout
   kSoftcap = 1 << 6,
   kAlibi = 1 << 7,
   kNotPositiveScale = 1 << 8,
@@ -23,16 +23,16 @@ enum Feature : unsigned {
   kEmptyTensors = 1 << 11,
   kTf32 = 1 << 12,
   kDeterministic = 1 << 13,
-  kFewQueries = 1 << 14,     // decode on CUDA: not enough of them a sequence to fill the tiles of a forward
-  kBiasOfOddRows = 1 << 15,  // that cannot be copied in 16-byte chunks
+  kFewQueries = 1 << 14,     // decode on CUDA: too few queries per sequence to fill the tiles of the forward
+  kBiasOfOddRows = 1 << 15,  // bias that cannot be copied in 16-byte chunks
   kManyRows = 1 << 16,       // more queries or keys than the kernel of short sequences keeps in shared memory
-  kPacked = 1 << 17,         // lengths that only the device knows bound the rows of a sequence
+  kPacked = 1 << 17,         // packed sequences: only the device knows how many rows each has
   kGroupedHeads = 1 << 18,   // fewer heads of k and v than of q
   kDeterministicBesideOptions = 1 << 19,
-  kFewTiles = 1 << 20,        // decode on CUDA: fewer query tiles than SMs, of dense queries
-  kPagesOfOddRows = 1 << 21,  // that TMA cannot copy into swizzled tiles
+  kFewTiles = 1 << 20,        // decode on CUDA, dense queries: fewer query tiles than SMs
+  kPagesOfOddRows = 1 << 21,  // pages that TMA cannot copy into swizzled tiles
   kLeftPadOfPages = 1 << 22,  // sequences that begin anywhere within a page
-  kFewPackedTiles = 1 << 23,  // the same as kFewTiles, of packed queries
+  kFewPackedTiles = 1 << 23,  // decode on CUDA, packed queries: fewer query tiles than SMs
   kFixedSplits = 1 << 24,     // decode on CUDA: the caller says how the keys are split
   kDeterministicBesideMasks = 1 << 25,
   kAllFeatures = (1 << 26) - 1,
@@ -47,7 +47,7 @@ bool copies_bias_in_chunks(const Problem& problem);
 /// A feature in words: "softmax_scale -1".
 std::string words_of(Feature feature, const Problem& problem);
 
-/// Several, each behind a space.
+/// Several features in words, with a space before each.
 std::string words_of_all(unsigned features, const Problem& problem);
 
 }  // namespace flash_ext::plan

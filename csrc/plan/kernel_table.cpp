@@ -33,8 +33,9 @@ constexpr unsigned kForward = bits(Task::kForward), kBackward = bits(Task::kBack
 constexpr unsigned kWeights = bits(Task::kWeights), kWeightsBackward = bits(Task::kWeightsBackward);
 constexpr unsigned kBiasGradient = bits(Task::kBiasGradient);
 
-// A kernel that takes no bias takes no wide one either: naming it once is enough. The same of `deterministic` and of
-// masks.
+// Features that come only together with another one. A wide bias is a bias, too: a kernel that takes no bias lists the
+// special kinds of bias as taken, so that a plan names the bias once. kOnlyInTurns does the same for `deterministic`
+// with options or masks.
 constexpr unsigned kOnlyWithBias = kWideBias | kWideBiasBesideMasks | kBiasOfOddRows;
 constexpr unsigned kNotByTma = kStrideOfZero | kEmptyTensors;
 constexpr unsigned kAnyShape = kManyRows | kPacked | kGroupedHeads;
@@ -55,13 +56,14 @@ constexpr char kWgmma[] = "wgmma, for compute capability 9.0";
 constexpr char kWgmmaAndTma[] = "wgmma and TMA, for compute capability 9.0";
 constexpr char kSixInBf16[] = "six in bfloat16", kThreeInTf32[] = "three in TF32";
 
-// Of one task the first row that fits is taken. Rows of one kernel differ in what wider heads leave room for.
+// For each task, the first row that fits is taken. A kernel has several rows where wider heads leave room for fewer
+// features, or where another task has other needs.
 constexpr KernelRow kTable[] = {
     {KernelId::kSm90Forward, "sm90/forward", &kHopper, kForward, kHalf, 256, kSm90Forward, kWgmmaAndTma,
      choose_sm90_forward_tiles, nullptr, nullptr, false, true},
     {KernelId::kSm90ForwardF32, "sm90/forward_f32", &kHopper, kForward, kFloat, 256, kSm90F32 | kDeterministic, kWgmma,
      choose_sm90_forward_f32_tiles, nullptr, kSixInBf16, true},
-    // dQ is complete in the CTA that has all keys, so that nothing is added up in memory.
+    // A CTA has all keys of a head, so its dQ is complete, and nothing is added up in memory.
     {KernelId::kSm90BackwardShort, "sm90/backward_short", &kHopper, kBackward, kHalf, sm90::kBackwardShortHeadDim,
      kDeterministic | kOnlyInTurns | kOnlyWithBias,
      "wgmma and TMA, for compute capability 9.0; a head's rows fit into shared memory",
@@ -72,10 +74,12 @@ constexpr KernelRow kTable[] = {
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, sm90::kMaxNarrowHeadDim, kSm90Backward,
      kWgmmaAndTma, choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true, DecodeSplits::kForSms,
      overlaps_sm90_backward},
-    // Of `deterministic` the rows above have taken what they serve.
+    // This kernel does not serve `deterministic` with options: the rows above have taken the calls of this kind that
+    // have a kernel.
     {KernelId::kSm90BackwardOptions, "sm90/backward_options", &kHopper, kBackward, kHalf, 64, kSm90BackwardOptions,
      kWgmmaAndTma, choose_sm90_backward_options_tiles, sm90_backward_options_tiles, nullptr, false, true},
-    // Shared memory has no room for all of them; a per-key bias takes none, but strides are not looked at here.
+    // For wider heads, shared memory has no room for a wide bias together with masks or dropout. A per-key bias would
+    // need none, but features do not tell it apart.
     {KernelId::kSm90BackwardOptions, "sm90/backward_options", &kHopper, kBackward, kHalf, sm90::kMaxNarrowHeadDim,
      kSm90BackwardOptions & ~kWideBiasBesideMasks, kWgmmaAndTma, choose_sm90_backward_options_tiles,
      sm90_backward_options_tiles, nullptr, false, true},
@@ -132,7 +136,7 @@ bool fits(const KernelRow& row, const Problem& p, unsigned features) {
          (row.serves == nullptr || row.serves(p));
 }
 
-// ---- Why one does not -----------------------------------------------------------------------------------------------
+// ---- Why a row does not fit -----------------------------------------------------------------------------------------
 
 /// The widest heads with which a kernel of the row's architecture, tasks and dtypes does take a feature; 0 if none
 /// does.
@@ -160,7 +164,7 @@ std::string features_not_taken(const KernelRow& row, const Problem& p) {
 }
 
 /// How far a row is from serving a problem: its dtype counts most, then head dims, then the number of features. A row
-/// for other problems with the same features is farther than one that lacks some.
+/// whose serves() says no is farther than a row that lacks some features.
 int distance(const KernelRow& row, const Problem& p) {
   if (!has_dtype(row, p)) return 1000;
   if (!has_head_dims(row, p)) return 100;

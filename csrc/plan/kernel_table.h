@@ -48,13 +48,13 @@ struct Architecture {
   const char* family;  // of GPUs: "Hopper"
   Device device;
   int64_t compute_capability;
-  bool later_ones_too;      // else its kernels run on that compute capability alone
+  bool later_ones_too;      // its kernels run on later ones, too; else on this one alone
   const char* target;       // as FLASH_EXT_ARCHS names it
   const char* environment;  // the variable that turns its kernels off
 };
 
-/// How decoding on CUDA splits keys over CTAs: until all SMs are busy; or, in the query tiles of the forward, which a
-/// chunk of a prompt fills, not at all, or as those tiles decide.
+/// How decoding on CUDA splits keys over CTAs. kForSms: until all SMs are busy. A chunk of a prompt fills the query
+/// tiles of the forward: with kNone its keys are not split, with kByTiles choose_tiles() decides.
 enum class DecodeSplits { kForSms, kNone, kByTiles };
 
 struct KernelRow {
@@ -67,9 +67,9 @@ struct KernelRow {
   unsigned takes;      // Features
   const char* reason;  // why it comes before the rows that follow; null if it is the only one
 
-  /// Fills in block_m, block_n and what depends on them; of a bias gradient, how it uses shared memory.
+  /// Fills in block_m, block_n and what depends on them; for a bias gradient, how it uses shared memory.
   void (*choose_tiles)(Draft&);
-  /// Backward on CUDA: its tiles and their costs.
+  /// Backward on CUDA: returns its tiles and their costs. Null for a kernel with a CTA for each head.
   BackwardTiles (*backward_tiles)(const Problem&);
 
   const char* float_products = nullptr;  // what a product of float32 consists of: "six in bfloat16"
@@ -78,7 +78,7 @@ struct KernelRow {
 
   DecodeSplits decode_splits = DecodeSplits::kForSms;
 
-  /// Which of the problems that have no other features the kernel serves; null: all of them.
+  /// Whether the kernel serves a problem whose features it takes; null: it serves all of them.
   bool (*serves)(const Problem&) = nullptr;
 };
 
@@ -98,7 +98,7 @@ const char* kernel_name(KernelId id);
 /// The names of all kernels, each once.
 std::vector<const char*> kernel_names();
 
-/// Those with kernels that run on one compute capability alone.
+/// The architectures whose kernels run on one compute capability alone.
 std::vector<Architecture> special_architectures();
 
 /// The lowest compute capability that kernels run on.

@@ -14,29 +14,30 @@ namespace flash_ext::plan {
 namespace {
 
 // Cycles of an H200. A call that leaves few SMs idle runs at the power limit: SMs that wait save watts for the others.
-constexpr double kEnds = 4500;               // of a query tile or a split, beside its key tiles
-constexpr double kCombinedBytes = 1000;      // a clock, of partial results that are written and read
-constexpr double kLoadedFrom = 0.75;         // of all cycles of all SMs; from there on idle SMs are worth less,
-constexpr double kSavedByIdle = 32000;       // by so much where none is idle
-constexpr double kWorthSplitting = 20000;    // of the longest query tile
-constexpr double kShareOfAnyRows = 0.2;      // of a tile's cycles, which warpgroups without rows do not save
+// So splits must save more cycles in such a call: the fewer SMs are idle, the more.
+constexpr double kEnds = 4500;               // cycles of a query tile or a split in addition to its key tiles
+constexpr double kCombinedBytes = 1000;      // bytes of partial results per clock that are written and read
+constexpr double kLoadedFrom = 0.75;         // busy share of the cycles of all SMs from which splits must save more
+constexpr double kSavedByIdle = 32000;       // cycles that splits must save in addition where no SM is idle
+constexpr double kWorthSplitting = 20000;    // fewest cycles of the longest query tile
+constexpr double kShareOfAnyRows = 0.2;      // share of a tile's cycles that warpgroups without rows do not save
 constexpr int64_t kMostSplits = 16;          // of a query tile
 constexpr int64_t kMostShortSplits = 2;      // of a query tile
-constexpr int64_t kMostSplitsOfCta = 16;     // short ones that one CTA takes
+constexpr int64_t kMostSplitsOfCta = 16;     // short splits that one CTA takes
 constexpr int64_t kFewestKeyTiles = 4;       // of a split
-constexpr double kWorthLeavingWhole = 0.85;  // of the cycles of other tiles
-constexpr double kAboutTheSame = 1.1;        // times the cycles of other tiles
-constexpr size_t kMostRows = 16;  // of tiles that cost the same; more are a causal mask, balanced by its order
+constexpr double kWorthLeavingWhole = 0.85;  // a tile with less than this share of the cycles of others may stay whole
+constexpr double kAboutTheSame = 1.1;        // ratio of cycles up to which tiles count as equal
+constexpr size_t kMostRows = 16;             // rows of equal tiles; a causal mask has more, and its order balances it
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// Query tiles that cost the same.
 struct EqualTiles {
   int64_t count;
-  double cycles;  // of the key tiles of each
+  double cycles;  // of all key tiles of one query tile
 };
 
-/// CTAs that take what is next when they are free.
+/// Simulates CTAs. Each takes the next tile or split when it is free.
 class Makespan {
  public:
   explicit Makespan(int64_t ctas) : free_{{0.0, ctas}} {}
@@ -60,7 +61,7 @@ class Makespan {
     double time;
     int64_t ctas;
   };
-  std::vector<Free> free_;  // the first ones first
+  std::vector<Free> free_;  // earliest first
   double end_ = 0;
 };
 
@@ -78,7 +79,7 @@ class KeySplitsPlanner {
     list_tail();
   }
 
-  /// Cycles of the last two waves, or of all tiles.
+  /// Cycles of the tail, the last two waves or all tiles, with these splits.
   double end(const KeySplits& splits) const {
     Makespan makespan(ctas_);
     take_tail(makespan, 0, tail_ - rest(), 1.0);
@@ -113,7 +114,7 @@ class KeySplitsPlanner {
   int64_t ctas() const { return ctas_; }
 
  private:
-  /// Tiles behind the whole waves.
+  /// The number of tiles after the full waves.
   int64_t rest() const { return all_tiles_ % ctas_; }
 
   /// Cycles of the longest tile.
@@ -123,14 +124,14 @@ class KeySplitsPlanner {
     return cycles;
   }
 
-  /// Cycles to the end if no CTA waited for work.
+  /// Cycles of the tail if no CTA waited for work.
   double least_end() const {
     double cycles = 0;
     for (const EqualTiles& tiles : rows_) cycles += static_cast<double>(tiles.count) * (tiles.cycles + kEnds);
     return cycles / static_cast<double>(ctas_);
   }
 
-  /// What SMs that wait are worth: nothing where many do.
+  /// Cycles that idle SMs are worth, since they save watts: none if many SMs are idle.
   double loaded_cycles() const {
     const double whole_waves =
         static_cast<double>(all_tiles_ - tail_) / static_cast<double>(ctas_) * (rows_.front().cycles + kEnds);
@@ -150,8 +151,8 @@ class KeySplitsPlanner {
     return static_cast<double>(keys.end - keys.begin) * cycles_ * (kShareOfAnyRows + (1 - kShareOfAnyRows) * groups);
   }
 
-  /// The last whole wave and what follows it, in the order in which CTAs take tiles: those of all heads side by side,
-  /// the last of each sequence first.
+  /// Lists the last full wave and the tiles that follow it, in the order in which CTAs take them: tiles of all heads
+  /// stand side by side, the last tile of each sequence first.
   void list_tail() {
     tail_ = std::min(all_tiles_, rest() + ctas_);
     const int64_t heads = p_.batch * p_.heads_q, group = p_.heads_q / p_.heads_kv;
@@ -169,7 +170,8 @@ class KeySplitsPlanner {
     std::reverse(rows_.begin(), rows_.end());
   }
 
-  /// Rows that cost about the same are merged, with their mean cost: there may be hundreds.
+  /// Adds a row of equal tiles to the list. Rows of about the same cost are merged and get the mean cost, because there
+  /// may be hundreds.
   void add_row(const EqualTiles& row) {
     if (rows_.empty() || row.cycles > kAboutTheSame * rows_.back().cycles) return rows_.push_back(row);
     EqualTiles& before = rows_.back();
@@ -178,7 +180,7 @@ class KeySplitsPlanner {
     before.cycles = all / static_cast<double>(before.count);
   }
 
-  /// Those of the tail from `begin` to `end`, or a share of each.
+  /// Gives the CTAs the tiles [begin, end) of the tail, or a share of the keys of each.
   void take_tail(Makespan& makespan, int64_t begin, int64_t end, double share) const {
     int64_t first = 0;
     for (const EqualTiles& tiles : rows_) {
@@ -188,7 +190,8 @@ class KeySplitsPlanner {
     }
   }
 
-  /// The last tiles of the order, which have fewer rows or keys. They may stay whole beside splits of others.
+  /// The number of tiles at the end of the order that are cheap, since they have fewer rows or keys. They may stay
+  /// whole while others are split.
   int64_t cheap_tiles() const {
     if (rows_.size() < 2) return 0;
     const EqualTiles& last = rows_.back();
@@ -196,14 +199,16 @@ class KeySplitsPlanner {
     return cheap && last.count < rest() ? last.count : 0;
   }
 
-  /// Long splits: as many as give no CTA two of them, or one fewer. Short splits: so that a CTA without a long one,
-  /// which takes several of them, ends with the others.
+  /// Calls use(splits) for the splits to choose from. Long splits of a tile: the most that give no CTA two of them, or
+  /// one fewer. Short splits: a CTA without a long split takes several, and they are so short that it ends with the
+  /// other CTAs.
   template <class F>
   void for_each_split(int64_t behind, F use) const {
     const int64_t tiles = rest() - behind, key_tiles = ceil_div(p_.seqlen_k, shape_.block_n);
     const int64_t most_long = std::clamp<int64_t>((ctas_ - behind) / tiles, 1, kMostSplits);
     const auto use_splits = [&](int64_t long_splits, int64_t short_splits, int64_t shorts_of_cta) {
-      const int64_t shares = long_splits * shorts_of_cta + short_splits;  // a long split is so many short ones
+      // A long split has as many keys as shorts_of_cta short ones.
+      const int64_t shares = long_splits * shorts_of_cta + short_splits;
       if (long_splits + short_splits < 2 || key_tiles < shares * kFewestKeyTiles) return;
       KeySplits splits;
       splits.first_tile = all_tiles_ - rest();
@@ -226,8 +231,8 @@ class KeySplitsPlanner {
 
   const Problem& p_;
   const sm90::ForwardShape& shape_;
-  const double cycles_;          // of a query tile and a key tile
-  const double partial_cycles_;  // of its bytes
+  const double cycles_;          // of a query tile with one key tile
+  const double partial_cycles_;  // to write and read the partial result of a split
   const int64_t ctas_, block_m_, tiles_of_head_, all_tiles_;
   int64_t tail_ = 0;
   std::vector<EqualTiles> rows_;
@@ -243,7 +248,8 @@ struct KeySplitsKey {
   bool operator==(const KeySplitsKey& other) const { return values == other.values; }
 };
 
-/// The choice takes up to 25 microseconds, and a model asks for the same one in every layer.
+/// Chooses the splits and keeps the last choice: it takes up to 25 microseconds, and a model asks for the same one in
+/// every layer.
 KeySplits choose_once(const Problem& p, const sm90::HeadDims& dims, const sm90::ForwardShape& shape) {
   thread_local std::optional<std::pair<KeySplitsKey, KeySplits>> last;
   const KeySplitsKey key(p, dims, shape);

@@ -1,4 +1,4 @@
-// Sequence lengths as the plan sees them; the host does not know those of packed sequences.
+// Sequence lengths as the plan sees them; the host does not know the lengths of packed sequences.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline bool has_empty_tensors(const Problem& p) { return p.batch == 0 || p.seqlen_q == 0 || p.seqlen_k == 0; }
 
-/// The length by which the plan decides on CUDA: that of all sequences or, if packed, their mean. The host knows no
-/// more, and a bound on the longest must not change what runs.
+/// The length by which the plan decides on CUDA: the length of all sequences or, if they are packed, the mean. The host
+/// knows no more, and the bound on the longest must not change which kernels run.
 inline int64_t typical_length(const Problem& p, int64_t length, int64_t total) {
   return total > 0 && p.device == Device::kCuda ? ceil_div(total, std::max<int64_t>(1, p.batch)) : length;
 }

@@ -19,7 +19,7 @@ void plan_decode(Draft& draft);
 /// Sets Plan::mask_class.
 void choose_mask_class(Draft& draft);
 
-/// Whether decoding runs the kernel of the forward on a GPU: a chunk of a prompt.
+/// Whether decoding on a GPU runs the kernel of the forward, as for a chunk of a prompt.
 bool runs_forward(const Draft& draft);
 
 /// Sets Plan::head_group: heads of a key head share a tile where that saves reading keys, on a CPU and in decoding.
@@ -31,8 +31,8 @@ bool lists_query_tiles(const Draft& draft);
 /// Says in which order the forward takes query tiles: `heads` of `all_heads` side by side.
 void explain_sections(Draft& draft, int64_t heads, int64_t all_heads, const std::string& more = "");
 
-/// Adds the reason whether the tiles of packed sequences are listed. The launch itself asks lists_tiles(), with the
-/// tiles of the kernel that runs.
+/// Adds a reason that says whether the tiles of packed sequences are listed. The launch itself asks lists_tiles(), with
+/// the tiles of the kernel that runs.
 void explain_work_list(Draft& draft, PackedSide side);
 
 }  // namespace flash_ext::plan

@@ -8,7 +8,7 @@
 namespace flash_ext::plan {
 namespace {
 
-/// Why the kernel of the operation was chosen.
+/// Adds the reasons for the kernel of the operation.
 void explain_kernel(Draft& draft) {
   if (!draft.explain) return;
   const std::string obstacle = why_not_special(draft.p, task_of(draft.p.operation), draft.kernel);
@@ -16,7 +16,7 @@ void explain_kernel(Draft& draft) {
   if (draft.kernel.reason != nullptr) draft.because(draft.kernel.reason);
 }
 
-/// What the gradient of bias takes beside the backward, if it is wanted.
+/// Chooses the kernel that computes the gradient of bias next to the backward, if the problem has a bias.
 void choose_bias_kernel(Draft& draft) {
   const Problem& p = draft.p;
   if (p.operation != Operation::kBackward || p.device == Device::kCpu || !p.has_bias) return;
@@ -29,14 +29,14 @@ void choose_bias_kernel(Draft& draft) {
   if (row.reason != nullptr) draft.because("gradient of bias: ", row.name, ", ", row.reason);
 }
 
-/// How the kernel of the gradient of bias runs, where the plan knows it.
+/// Chooses how the kernel of the gradient of bias runs, where the plan decides it.
 void choose_bias_tiles(Draft& draft) {
   if (draft.plan.bias_kernel == KernelId::kNone) return;
   const KernelRow& row = row_of(draft.plan.bias_kernel);
   if (row.choose_tiles != nullptr) row.choose_tiles(draft);
 }
 
-/// Which products stand for those of float32, for the reader: the kernel looks at allow_tf32 itself.
+/// Tells the reader which products stand for a product of float32. The kernel looks at allow_tf32 itself.
 void explain_products(Draft& draft) {
   const KernelRow& kernel = draft.kernel;
   if (draft.p.dtype != DType::kFloat32 || kernel.float_products == nullptr) return;

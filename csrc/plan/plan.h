@@ -24,22 +24,22 @@ constexpr std::pair<const char*, MaskClass> kMaskClassNames[] = {
 struct Plan {
   KernelId kernel = KernelId::kNone;
   KernelId bias_kernel = KernelId::kNone;  // backward on CUDA: computes the gradient of a bias, if it is wanted
-  bool reads_by_tma = false;               // of `kernel`: it needs a grad_out without strides of 0
-  bool bias_reads_by_tma = false;          // the same of `bias_kernel`
-  int bias_stages = 0;                     // of `bias_kernel` for all GPUs: stages of slabs; 0: memory is not known
-  bool bias_kernel_stages_bias = false;    // the same: tiles of bias come to shared memory, else it is read by elements
-  const char* variant = "";                // of a kernel that has several: the options that it has code for
+  bool reads_by_tma = false;               // `kernel` reads by TMA: it needs a grad_out without strides of 0
+  bool bias_reads_by_tma = false;          // the same for `bias_kernel`
+  int bias_stages = 0;                     // sm80/bias_gradient: stages of slabs; 0: shared memory is not known
+  bool bias_kernel_stages_bias = false;    // sm80/bias_gradient: bias is staged in shared memory, else read by elements
+  const char* variant = "";                // of a kernel with several variants: the options that this one has code for
   MaskClass mask_class = MaskClass::kFull;
   int64_t block_m = 0;               // rows of a query tile, of all heads of a head group; 0: the kernel decides
   int64_t block_n = 0;               // keys of a tile; 0: the kernel decides
   int64_t head_group = 1;            // heads with the same key head whose rows share a tile
   int64_t num_splits = 1;            // ranges of keys whose results are combined afterwards
   int64_t split_size = 0;            // > 0: keys of every range; num_splits is then the largest number of ranges
-  int64_t min_split_size = 0;        // decode on CUDA: the fewest keys of a range, where they have equal sizes
-  int64_t split_ctas = 0;            // the same: CTAs that share the ranges of a tile, where split_size > 0
+  int64_t min_split_size = 0;        // decode on CUDA, ranges of equal sizes: the fewest keys of a range
+  int64_t split_ctas = 0;            // decode on CUDA, split_size > 0: CTAs that share the ranges of a tile
   int64_t section_heads = 0;         // forward on CUDA: heads side by side in the order of tiles; 0: a list orders them
-  int64_t section_batches = 1;       // forward for all GPUs: the same of batch entries, whose bias is the same
-  bool stages_bias = false;          // the same: tiles of bias come to shared memory, else it is read by elements
+  int64_t section_batches = 1;       // sm80/forward: batch entries side by side, which share a bias
+  bool stages_bias = false;          // sm80/forward: bias is staged in shared memory, else read by elements
   bool fuses_max_logit = false;      // forward on CUDA: the kernel computes max_logit itself, else another one does
   int64_t num_chunks = 1;            // backward on a CPU: ranges of keys of a head that are computed independently
   KeyTileSchedule schedule;          // backward on CUDA
@@ -47,8 +47,8 @@ struct Plan {
   std::vector<std::string> reasons;  // one sentence per decision, if asked for
 };
 
-constexpr int64_t kMaxCudaBatch = 65535;               // the limit of a grid's dimension
-constexpr int64_t kMaxCudaSeqlenQ = 65535 * 32;        // the same in the smallest query tiles; packed ones are longer
+constexpr int64_t kMaxCudaBatch = 65535;         // the limit of a grid's dimension
+constexpr int64_t kMaxCudaSeqlenQ = 65535 * 32;  // the same limit in query tiles of 32 rows; packed ones may be longer
 constexpr int64_t kMaxCudaSeqlenK = int64_t{1} << 29;  // sums of positions, offsets and windows then fit 32 bits
 
 struct Support {

@@ -28,7 +28,7 @@ struct Problem {
   bool own_kernels = true;           // CUDA: kernels for exactly this compute capability are built and switched on
   bool matrix_units = false;         // CPU: products of bfloat16 run on matrix units (AMX)
   int64_t num_workers = 1;           // threads of a CPU, SMs of a GPU
-  int64_t shared_bytes_per_cta = 0;  // CUDA: the most shared memory of a CTA; 0 = not known: tiles are not named then
+  int64_t shared_bytes_per_cta = 0;  // CUDA: the most shared memory of a CTA; 0 = not known: a plan names no tiles
   int64_t shared_bytes_per_sm = 0;   // CUDA: shared memory of an SM for all its CTAs
 
   DType dtype = DType::kFloat32;

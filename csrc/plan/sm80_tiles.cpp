@@ -49,7 +49,7 @@ const char* name_of(sm80::ForwardVariant variant) {
   return "";
 }
 
-/// Whether the kernel has room for tiles of bias.
+/// Decides whether tiles of bias come to shared memory: there must be room, and rows of 16-byte chunks.
 void choose_bias_tiles(Draft& draft, sm80::ForwardVariant variant, const sm80::ForwardShape& shape, int head_dim) {
   const Problem& p = draft.p;
   const bool reads = variant == sm80::ForwardVariant::kReads;
@@ -66,7 +66,7 @@ void choose_bias_tiles(Draft& draft, sm80::ForwardVariant variant, const sm80::F
   }
 }
 
-/// The heads, and batch entries with the same bias, whose CTAs run side by side.
+/// Chooses the heads, and the batch entries with the same bias, whose CTAs run side by side.
 void choose_head_sections(Draft& draft) {
   const Problem& p = draft.p;
   if (has_empty_tensors(p) || lists_query_tiles(draft)) return;
@@ -80,7 +80,8 @@ void choose_head_sections(Draft& draft) {
                    sections.batches > 1 ? text(" of ", sections.batches, " batch entries, which share a bias") : "");
 }
 
-/// What the launch decides about splits. The lengths of sequences lie on the device.
+/// Fills in what the launch decides about splits. The host does not know the lengths of sequences, which lie on the
+/// device.
 void choose_split_sizes(Draft& draft) {
   Plan& plan = draft.plan;
   const int64_t tiles = query_tiles(draft.p, plan.head_group, plan.block_m);
@@ -99,7 +100,7 @@ void choose_split_sizes(Draft& draft) {
   }
 }
 
-/// Assumes enough shared memory where its size is not known.
+/// Chooses the tiling of the backward. It assumes enough shared memory where the size is not known.
 sm80::BackwardTiling backward_tiling(const Problem& p, int head_dim) {
   const bool plain = is_positive_scale(p.softmax_scale) && p.softcap == 0 && !p.has_alibi && !p.has_bias &&
                      !p.has_mask && !p.has_block_mask && p.dropout_p == 0;

@@ -33,7 +33,7 @@ int serving_options(const Problem& p) {
   return sm90::serving_options(asked);
 }
 
-/// Whether lists that are made of a block mask say which steps there are.
+/// Whether lists made from the block mask say which steps a key tile has.
 bool lists_blocks(const Problem& p) {
   const bool others =
       p.has_bias || p.has_mask || dropout_threshold(p.dropout_p) > 0 || p.softcap > 0 || p.has_alibi || p.deterministic;
@@ -49,7 +49,7 @@ sm90::BackwardShape overlapping_shape(const Problem& p) {
 
 int64_t keys_of(const sm90::BackwardShape& shape) { return sm90::kWarpgroupRows * shape.key_groups; }
 
-/// Takes tiles of which each warpgroup has some of the keys. `more`: said behind that.
+/// Sets a variant, and tiles whose keys the warpgroups share. `more` ends the reason.
 void take_narrow_tiles(Draft& draft, const char* variant, const sm90::BackwardShape& shape, const char* more = "") {
   draft.take_variant(variant);
   draft.plan.block_m = shape.block_m;
@@ -58,10 +58,10 @@ void take_narrow_tiles(Draft& draft, const char* variant, const sm90::BackwardSh
                 sm90::kWarpgroupRows, " keys, for head dims up to ", head_dim_of_kernel(draft.p), more);
 }
 
-/// What variants of the backward are for, by their options.
+/// Names of the variants of the backward, by their options.
 struct VariantName {
   int options;
-  const char *name, *in_turns;  // in_turns: of a kernel of its own, whose additions to dQ take turns
+  const char *name, *in_turns;  // in_turns: if a kernel of its own adds to dQ in turns, its name
 };
 #define ALSO_IN_TURNS(name) name, name ", in turns where dQ is asked for"
 constexpr VariantName kVariantNames[] = {
@@ -78,7 +78,7 @@ constexpr VariantName kVariantNames[] = {
 };
 #undef ALSO_IN_TURNS
 
-/// The name of the variant that serves a problem. in_turns: it has a kernel of its own for that.
+/// The name of the variant that serves a problem. in_turns: the name of the kernel of its own that adds to dQ in turns.
 const char* backward_variant(const Problem& p, bool in_turns = false) {
   if (lists_blocks(p)) return "block mask alone";
   const int options = serving_options(p);
@@ -99,7 +99,7 @@ bool persists_sm90_backward(const Problem& p) {
 }
 
 void choose_sm90_backward_tiles(Draft& draft) {
-  // Without options the same kernel serves both.
+  // Without options, the same kernel adds to dQ in turns or in any order.
   const bool in_turns = draft.p.deterministic && serving_options(draft.p) != 0;
   take_narrow_tiles(draft, backward_variant(draft.p, in_turns), overlapping_shape(draft.p));
 }
@@ -142,12 +142,12 @@ void choose_sm90_backward_f32_tiles(Draft& draft) {
                 "for head dims up to ", head_dim);
 }
 
-constexpr double kCta = 8000;  // cycles beside its steps
+constexpr double kCta = 8000;  // cycles of a CTA in addition to its steps
 constexpr double kStepOf64 = 3670, kPlainStepOf128 = 3260;
-// The persistent kernel: cycles of a step, and of a key tile beside its steps.
+// The persistent kernel: cycles of a step, and of a key tile in addition to its steps.
 constexpr double kPersistentStep = 2800, kPersistentTile = 2600;
 
-/// Cycles of a step on the pipelined loop: the plain one's times what the option takes over it, measured at 4 x 4096.
+/// Cycles of a step of the pipelined loop: cycles of the plain step times a factor of the option, measured at 4 x 4096.
 double pipelined_step_of_128(int options) {
   switch (options) {
     case sm90::kStepSoftcapped:

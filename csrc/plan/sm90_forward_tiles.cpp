@@ -13,7 +13,8 @@
 namespace flash_ext::plan {
 namespace {
 
-/// Keys of the tiles that a warpgroup visits, on average over some of them; sequences of the typical length.
+/// The number of keys in the tiles that a warpgroup visits, averaged over some warpgroups, for sequences of typical
+/// length.
 double keys_visited(const Problem& p, int64_t block_n) {
   constexpr int64_t kRows = sm90::kWarpgroupRows, kMostGroups = 8;
   const int64_t queries = typical_queries(p), keys = typical_keys(p);
@@ -51,10 +52,10 @@ sm90::ForwardShape few_queries_shape(Draft& draft, const sm90::HeadDims& dims) {
   return few;
 }
 
-/// Chooses by the cost of a warpgroup's tile, in keys: those that it visits, and the latency of the first and the last
-/// step. Both factors are an H200's at 512 to 16384 keys.
+/// Chooses by the cost of a warpgroup's query tile. It is counted in keys: the keys that the warpgroup visits, and the
+/// latency of the first and the last step. Both factors were measured on an H200 at 512 to 16384 keys.
 sm90::ForwardShape choose_forward_shape(Draft& draft, const sm90::HeadDims& dims) {
-  constexpr double kEnds = 1.25;  // in tiles
+  constexpr double kEnds = 1.25;  // latency of the first and the last step, in tiles
   const Problem& p = draft.p;
   const sm90::ForwardShape many = sm90::forward_shape(dims, sm90::ForwardTiles::kManyKeys);
   const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardTiles::kFewKeys);
@@ -107,7 +108,7 @@ sm90::ForwardVariant choose_options_variant(Draft& draft, unsigned features) {
   return sm90::forward_variant({(features & kDropout) != 0, p.has_bias, p.bias_dtype == p.dtype, masked, scales_first});
 }
 
-/// Whether the lists of a block mask drive the loads; else a mask's tiles are looked for among all.
+/// Whether the lists of a block mask drive the loads; else visible tiles are looked for among all tiles.
 bool lists_blocks(const Problem& p, unsigned features) {
   const bool others = (features & (kNeedsOptionsVariant & ~kBlockMask)) != 0 ||
                       sm90::scales_first(p.softcap, p.has_alibi, p.softmax_scale);
@@ -124,14 +125,15 @@ sm90::ForwardShape blocks_shape(Draft& draft, const sm90::HeadDims& dims) {
   return shape;
 }
 
-/// For variants with registers left for parts.
+/// Chooses split-KV, for variants that have registers left for it.
 void choose_key_splits(Draft& draft, const sm90::HeadDims& dims, const sm90::ForwardShape& shape) {
   const KeySplitsPlan chosen = plan_key_splits(draft.p, dims, shape, draft.explain);
   draft.plan.key_splits = chosen.splits;
   if (!chosen.reason.empty()) draft.because(chosen.reason);
 }
 
-/// The order in which CTAs take query tiles; of packed sequences with a work list, explain_work_list() says it.
+/// Chooses the order in which CTAs take query tiles. A work list orders packed sequences; explain_work_list() explains
+/// it.
 void choose_head_order(Draft& draft, const sm90::ForwardShape& shape, bool has_options, bool equal_lengths) {
   const Problem& p = draft.p;
   const int64_t heads = p.batch * p.heads_q;
@@ -156,7 +158,7 @@ void take_forward_shape(Draft& draft, const sm90::HeadDims& dims, const sm90::Fo
                 dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
 }
 
-/// As choose_head_order(), without the order of the last tiles.
+/// Does the same as choose_head_order(), without the order of the last tiles.
 void choose_f32_sections(Draft& draft) {
   const Problem& p = draft.p;
   const int64_t heads = p.batch * p.heads_q;
@@ -206,7 +208,8 @@ void choose_sm90_forward_tiles(Draft& draft) {
   if (!options && !p.varlen && !has_score_options(p)) choose_key_splits(draft, dims, shape);  // lengths are known
 }
 
-/// Lengths lie on the device. Splits follow from what the cache can hold: each is a share of the keys that there are.
+/// The lengths of sequences lie on the device, so splits follow from the capacity of the cache. A split takes its share
+/// of the keys that a sequence has.
 void choose_sm90_cache_tiles(Draft& draft) {
   const Problem& p = draft.p;
   const sm90::HeadDims dims = sm90::first_that_serves(sm90::kForwardCacheHeadDims, p.head_dim, p.head_dim_v);

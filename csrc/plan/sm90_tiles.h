@@ -16,7 +16,7 @@ void choose_sm90_backward_wide_tiles(Draft& draft);
 void choose_sm90_backward_short_tiles(Draft& draft);
 void choose_sm90_backward_f32_tiles(Draft& draft);
 
-/// Sets the variant of kernels that have two: scaled products; softcap, ALiBi and any scale.
+/// Sets the variant of a kernel that has two: one for scaled products, one for softcap, ALiBi and any scale.
 void take_score_variant(Draft& draft);
 
 BackwardTiles sm90_backward_tiles(const Problem& p);
@@ -25,7 +25,7 @@ BackwardTiles sm90_backward_options_tiles(const Problem& p);
 BackwardTiles sm90_backward_wide_tiles(const Problem& p);
 BackwardTiles sm90_backward_f32_tiles(const Problem& p);
 
-/// Whether the kernel whose products overlap serves the options of a problem.
+/// Whether sm90/backward, whose products overlap, serves the options of a problem.
 bool overlaps_sm90_backward(const Problem& p);
 /// Whether the persistent kernel serves the block mask of a problem, if it has one.
 bool persists_sm90_backward(const Problem& p);

@@ -10,21 +10,21 @@
 namespace flash_ext::plan {
 namespace {
 
-/// Work items that keep the threads of a CPU busy. A constant: were it their number, results would depend on it.
+/// Work items that keep the threads of a CPU busy. It is a constant: results must not depend on the number of threads.
 constexpr int64_t kCpuWantedItems = 16;
 
 constexpr int64_t kCudaMaxSplits = 512;
 constexpr int64_t kMinCudaSplitSize = 64;      // a tile for each warp of a CTA
-constexpr int64_t kMaxRaggedSplitSize = 4096;  // or else one long sequence keeps all others waiting
+constexpr int64_t kMaxRaggedSplitSize = 4096;  // if lengths may differ: else all SMs wait for one long sequence
 
-/// Splits the keys of each tile so that all SMs are busy to the end. Times are counted in the bytes of keys and values
-/// that one CTA would read in them without competition (H200: 50 KB a microsecond).
+/// Splits the keys of each tile so that all SMs are busy to the end. Times are counted in bytes: the keys and values
+/// that one CTA alone would read in that time (H200: 50 KB a microsecond).
 int64_t choose_cuda_splits(int64_t tiles, int64_t num_sms, int64_t ctas_per_sm, int64_t keys, int64_t key_bytes) {
-  constexpr double kMerge = 100e3;     // of the splits
+  constexpr double kMerge = 100e3;     // merging the splits
   constexpr double kMoreCtas = 20e3;   // a second CTA on each SM
   constexpr double kWave = 60e3;       // another wave of CTAs
-  constexpr double kShare = 0.68;      // of its speed alone that each of num_sms CTAs has
-  constexpr double kImbalance = 0.15;  // what is lost where the tail wave leaves SMs idle
+  constexpr double kShare = 0.68;      // speed of each of num_sms CTAs, relative to a CTA that runs alone
+  constexpr double kImbalance = 0.15;  // time lost to idle SMs of the tail wave, per share of idle slots
   constexpr int64_t kWaves = 4;
   const int64_t slots = num_sms * ctas_per_sm;
   tiles = std::max<int64_t>(tiles, 1);

@@ -5,7 +5,7 @@
 
 namespace flash_ext::plan {
 
-/// One range: for every operation except decoding.
+/// Leaves the keys in one range, as every operation except decoding does.
 void keep_keys_together(Draft& draft);
 
 void choose_decode_splits(Draft& draft);
