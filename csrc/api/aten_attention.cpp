@@ -18,7 +18,7 @@ Tensors3 in_order_of_inputs(const Tensors3& gradients, const AtenCall& call) {
   return {in_order_of(dq, call.q), in_order_of(dk, call.k), in_order_of(dv, call.v)};
 }
 
-/// (batch, heads, seqlen_q), in memory (batch, seqlen_q, heads).
+/// Gives an lse (batch, heads, seqlen_q) the memory order (batch, seqlen_q, heads).
 Tensor heads_innermost(const Tensor& lse) {
   const int64_t heads = lse.size(1), seqlen = lse.size(2);
   if (heads == 1 || seqlen == 1) return lse;
@@ -26,7 +26,7 @@ Tensor heads_innermost(const Tensor& lse) {
   return torch::stable::copy_(other, lse);
 }
 
-/// (batch, heads, seqlen_q) with rows of a length that is a multiple of 32, infinite behind the end.
+/// Pads the rows of an lse (batch, heads, seqlen_q) to a multiple of 32 with infinity.
 Tensor padded_lse(const Tensor& lse) {
   const int64_t batch = lse.size(0), heads = lse.size(1), seqlen = lse.size(2);
   const int64_t missing = (kEfficientLseMultiple - seqlen % kEfficientLseMultiple) % kEfficientLseMultiple;

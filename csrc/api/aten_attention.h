@@ -1,7 +1,7 @@
 // Kernels with the schemas of aten's fused attention operators, for calls that become calls of ours by views alone
-// (flash_ext/integrations/aten_attention.py serves all calls). Each returns what torch's own kernel does: shapes,
-// dtypes, memory order, the form of the log-sum-exp, and no gradients for no gradient of out. For a call that it does
-// not serve it returns nothing, and the caller goes on to Python. An undefined tensor is torch's None in C++.
+// (flash_ext/integrations/aten_attention.py serves all calls). Each returns the same as torch's own kernel: shapes,
+// dtypes, memory order and the form of the log-sum-exp; and no gradients if out has no gradient. For a call that it
+// does not serve it returns nothing, and the caller goes on to Python. An undefined tensor is torch's None in C++.
 #pragma once
 
 #include <tuple>
@@ -10,7 +10,7 @@
 
 namespace flash_ext::api {
 
-// Two tensors are out and lse, three the gradients of q, k and v.
+// Tensors2 holds out and lse, Tensors3 the gradients of q, k and v.
 
 /// out, lse, two tensors of offsets, two lengths, two tensors of random numbers, debug mask.
 using FlashResults = std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Tensor>;
@@ -62,7 +62,7 @@ FlashResults fused_forward(const Tensor& query, const Tensor& key, const Tensor&
                            double dropout_p, bool is_causal, bool return_debug_mask,
                            const std::optional<double>& scale);
 
-/// Undefined is a gradient that was not asked for.
+/// A gradient that was not asked for is undefined.
 Tensors4 fused_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
                         const Tensor& attn_bias, const std::vector<int64_t>& grad_input_mask, const Tensor& out,
                         const Tensor& logsumexp, const Tensor& cum_seq_q, const Tensor& cum_seq_k, int64_t max_q,

@@ -16,7 +16,7 @@ bool has_head_dim(const Tensor& x) {
   return x.size(3) >= 1 && x.size(3) <= kMaxHeadDim && x.size(3) % kHeadDimMultiple == 0;
 }
 
-/// torch computes with Inf and NaN, too.
+/// Whether our operators take the scale. torch computes with Inf and NaN, too.
 bool takes_scale(const std::optional<double>& scale) {
   return !scale || std::abs(*scale) <= static_cast<double>(std::numeric_limits<float>::max());
 }
@@ -35,7 +35,7 @@ bool has_kernels(const Tensor& q) {
   return plan::supports(problem).ok;
 }
 
-/// Whether torch's kernels would take this bias beside this query.
+/// Whether torch's kernels would take this bias with this query.
 bool may_add(const OptionalTensor& bias, const Tensor& q) {
   if (!bias) return true;
   const ScalarType dtype = bias->scalar_type();

@@ -26,7 +26,7 @@ struct AtenCall {
 /// Whether our operators take the tensors as they are; the scores are not looked at.
 bool fits_operators(const AtenCall& call);
 
-/// Whether they take the scores too, without dropout.
+/// Whether our operators take the whole call: tensors and scores, without dropout.
 bool is_served(const AtenCall& call);
 
 inline OptionalTensor defined(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
@@ -34,13 +34,13 @@ inline OptionalTensor defined(const Tensor& tensor) { return tensor.defined() ? 
 /// The scores with leading dimensions of 1, four dimensions in all.
 OptionalTensor four_dimensions(const OptionalTensor& scores);
 
-/// The arrangement whose results have the query's memory order, or by rows.
+/// The arrangement whose results have the query's memory order, or kByRows.
 Arrangement arrange(const AtenCall& call, const OptionalTensor& scores);
 
 /// out and lse (batch, heads, seqlen_q).
 Tensors2 attend_arranged(const AtenCall& call, Arrangement arrangement, const OptionalTensor& scores);
 
-/// Whether these are the results of such a call, and can be arranged like its inputs without a copy.
+/// Whether these have the form of results of the call, and can be arranged like its inputs without a copy.
 bool belong(const AtenCall& call, Arrangement arrangement, const Tensor& grad_out, const Tensor& out,
             const Tensor& lse);
 
@@ -51,7 +51,7 @@ BackwardCall differentiate_arranged(const AtenCall& call, Arrangement arrangemen
 Tensors3 all_gradients(const AtenCall& call, Arrangement arrangement, const OptionalTensor& scores,
                        const Tensor& grad_out, const Tensor& out, const Tensor& lse);
 
-/// torch's nine results, of out, lse and the tensors of dropout, which torch leaves without dropout too.
+/// torch's nine results: out, lse, the lengths and the tensors of dropout, which torch returns without dropout, too.
 FlashResults with_lengths(const AtenCall& call, const Tensor& out, const Tensor& lse, const Tensor& seed,
                           const Tensor& offset, const Tensor& debug_mask);
 }  // namespace flash_ext::api

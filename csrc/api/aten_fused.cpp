@@ -23,14 +23,14 @@ Tensor draw_rng_state(const Tensor& like) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-/// A gradient in its input's memory order, if that has one, or undefined.
+/// The gradient in its input's memory order, if the input has one without strides of 0; undefined for no gradient.
 Tensor gradient_in_order(const OptionalTensor& gradient, Arrangement arrangement, const Tensor& input) {
   if (!gradient) return Tensor();
   const Tensor rows = from_rows(arrangement, *gradient, input.size(0), input.size(1));
   return has_zero_stride(input) ? rows : in_order_of(rows, input);
 }
 
-/// A gradient of a bias, which is contiguous, with the dimensions that the bias came with.
+/// The gradient of a bias, contiguous, with the dimensions that the bias came with; undefined for no gradient.
 Tensor gradient_of_bias(const OptionalTensor& gradient, const Tensor& bias) {
   if (!gradient) return Tensor();
   Shape strides(bias.dim());
@@ -58,7 +58,7 @@ Tensors4 fused_backward(const Tensor& grad_out, const Tensor& query, const Tenso
                         const Tensor& philox_seed, const Tensor& /*philox_offset*/,
                         const std::optional<double>& scale) {
   if (!grad_out.defined()) return {};
-  // What hooks on saved tensors give back may have other strides than what was saved.
+  // Hooks on saved tensors may give back tensors with other strides than were saved.
   const Tensor q = with_contiguous_rows(query), k = with_contiguous_rows(key), v = with_contiguous_rows(value);
   const Tensor grad_rows = with_contiguous_rows(grad_out), out_rows = with_contiguous_rows(out);
   const AtenCall call{q,

@@ -7,10 +7,10 @@
 namespace flash_ext::api {
 namespace {
 
-/// By the whole batch and all heads.
+/// Whether the whole batch and all heads share the scores.
 bool is_shared(const Tensor& scores) { return scores.size(0) == 1 && scores.size(1) == 1; }
 
-/// Whether batch and heads of all of them can be seen as one dimension.
+/// Whether batch and heads of each of these tensors can be seen as one dimension.
 bool all_merge(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& scores) {
   if (k.size(1) != q.size(1) || !merges(q) || !merges(k) || !merges(v)) return false;
   if (!scores || is_shared(*scores)) return true;
@@ -21,7 +21,7 @@ int64_t merged_stride(const Tensor& x) { return x.stride(x.size(1) == 1 ? 0 : 1)
 
 using Order = std::array<int64_t, 4>;
 
-/// Dimensions from the outermost to the innermost one. Those of size 1 lie anywhere; they are put first.
+/// Dimensions from the outermost to the innermost one. Dimensions of size 1 may have any stride; they are put first.
 Order memory_order(const Tensor& x) {
   Order order;
   std::iota(order.begin(), order.end(), 0);

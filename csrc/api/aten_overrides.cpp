@@ -19,20 +19,20 @@ namespace {
 
 // ---- From torch's stack to a function and back ----------------------------------------------------------------------
 
-/// What a parameter is kept as between the stack and the call.
+/// Takes an argument off torch's stack, in the type in which it is kept until the call.
 template <class T>
 T take(StableIValue value) {
   return torch::stable::detail::to<T>(value);
 }
 
-/// Autograd's formulas give an undefined tensor for one that is not there.
+/// Takes an optional tensor. Autograd's formulas give an undefined tensor for an absent one.
 template <>
 OptionalTensor take<OptionalTensor>(StableIValue value) {
   OptionalTensor tensor = torch::stable::detail::to<OptionalTensor>(value);
   return tensor && tensor->defined() ? tensor : std::nullopt;
 }
 
-/// A list of bool: std::vector has no references to its bools.
+/// Takes a list of bool as integers: std::vector<bool> has no references to its elements.
 template <>
 std::vector<int64_t> take<std::vector<int64_t>>(StableIValue value) {
   const std::vector<bool> flags = torch::stable::detail::to<std::vector<bool>>(value);

@@ -1,12 +1,11 @@
-// Forward, backward and attention weights before their launch: checks, allocation and parameters, shared by all
-// devices.
+// Forward and backward of attention, shared by all devices: checks, allocation, parameters and the launch.
 #pragma once
 
 #include "attention_args.h"
 
 namespace flash_ext::api {
 
-/// The forward: out and lse; and, if there is a place for it, max_logit.
+/// Computes out and lse; and max_logit, if the caller gives a place for it.
 Tensors2 attend(const Tensor& q, const Tensor& k, const Tensor& v, const ScoreOptions& options,
                 OptionalTensor* max_logit = nullptr);
 
@@ -15,7 +14,7 @@ struct Needed {
   bool dq = false, dk = false, dv = false, dbias = false, dsink = false, dlse = false;
 };
 
-/// Gradients that are not wanted are absent.
+/// A backward and its results. Gradients that are not wanted are absent.
 struct BackwardCall {
   plan::Plan plan;
   BackwardParams params;
@@ -23,7 +22,7 @@ struct BackwardCall {
   std::vector<Tensor> owned;
 };
 
-/// The backward.
+/// Computes the gradients that are needed.
 BackwardCall attend_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
                              const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                              const ScoreOptions& options, bool deterministic, const Needed& needed);

@@ -8,7 +8,7 @@
 namespace flash_ext::api {
 namespace {
 
-/// `rows` is out or its gradient.
+/// Checks that `rows`, out or its gradient, has the device, dtype and shape of out.
 void check_out_like(const Argument& q, const Geometry& g, const char* name, const Tensor& rows) {
   Argument(name, rows)
       .same_device_as(q)
@@ -23,10 +23,10 @@ Tensor saved_rows(const Tensor& input) { return input.dim() > 0 ? with_contiguou
 /// Keeps inputs alive until the kernels are launched.
 void keep(BackwardCall& call, std::initializer_list<Tensor> inputs) { call.owned.insert(call.owned.end(), inputs); }
 
-/// A gradient like `input`, contiguous.
+/// A new contiguous tensor for the gradient of `input`.
 Tensor gradient(const Tensor& input) { return new_empty(input, shape_of(input), input.scalar_type()); }
 
-/// The gradient of out as TMA reads it: it must be there, and takes no stride of 0.
+/// The gradient of out as TMA can read it: an absent one becomes zeros, and one with a stride of 0 is copied.
 Tensor for_tma(const OptionalTensor& grad_out, const Tensor& out) {
   if (!grad_out) return new_zeros(out, shape_of(out), out.scalar_type());
   return is_broadcast(*grad_out) ? made_contiguous(*grad_out) : *grad_out;

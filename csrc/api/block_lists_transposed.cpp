@@ -4,7 +4,8 @@
 namespace flash_ext::api {
 namespace {
 
-/// Checks a mask and fills in what is read of it; copies of what is not contiguous go to `owned`.
+/// Checks a mask and fills in its tensors, which the kernel reads. Copies of tensors that are not contiguous go to
+/// `owned`.
 void fill_mask(TransposedListsParams& params, const Tensor& offsets, const Tensor& indices, const Tensor& bitmap_ids,
                const Tensor& bitmaps, std::vector<Tensor>& owned) {
   const Argument offsets_arg("offsets", offsets), indices_arg("indices", indices);

@@ -1,4 +1,4 @@
-// The kernels of CUDA beside those of attention.
+// The kernels of CUDA except attention.
 #include <torch/csrc/stable/library.h>
 
 #include "aten_overrides.h"

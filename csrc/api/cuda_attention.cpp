@@ -83,7 +83,7 @@ void run_sm80_forward(const Tensor& like, const ForwardParams& params) {
                  [&](void* workspace, cudaStream_t stream) { sm80::forward(params, workspace, stream); });
 }
 
-/// out and lse.
+/// Computes out and lse, and max_logit if the kernel computes it itself.
 void run_main_forward(const Tensor& like, const plan::Plan& plan, const ForwardParams& params) {
 #ifndef FLASH_EXT_NO_SM90
   if (plan.kernel == plan::KernelId::kSm90Forward) {

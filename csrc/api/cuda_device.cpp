@@ -40,8 +40,8 @@ bool read_switch(const char* name, bool otherwise) {
 #error "FLASH_EXT_OWN_ARCHS must be defined: without it no architecture would have kernels of its own"
 #endif
 
-/// Whether FLASH_EXT_ARCHS named an architecture when this library was built: build_command.py joins those that have
-/// kernels of their own by underscores.
+/// Whether FLASH_EXT_ARCHS named an architecture when this library was built: build_command.py joins the architectures
+/// that have kernels of their own with underscores.
 bool is_built(const plan::Architecture& architecture) {
   const std::string built = std::string("_") + FLASH_EXT_TEXT(FLASH_EXT_OWN_ARCHS) + "_";
   return built.find(std::string("_") + architecture.target + "_") != std::string::npos;

@@ -301,7 +301,8 @@ void view_caches(DecodeCall& call, const Tensor& k_cache, const Tensor& v_cache)
   call.params.v = view_rows(call.owned.emplace_back(with_aligned_rows(v_cache)));
 }
 
-/// Where there are `tokens`, caches may need copies that hold them: view_caches() comes after they are appended.
+/// Checks and plans a call. With `tokens`, the caller calls view_caches() after they are appended: a cache may need a
+/// copy, and the copy must hold them.
 DecodeCall prepare_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                           const std::optional<NewTokens>& tokens, const DecodeOptions& options) {
   const bool append = tokens.has_value();

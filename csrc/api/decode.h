@@ -1,4 +1,4 @@
-// Attention over a key-value cache before its launch, with or without appending to the cache.
+// The options of attention over a key-value cache, with or without appending to the cache.
 #pragma once
 
 #include "attention_args.h"

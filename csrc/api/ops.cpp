@@ -37,7 +37,8 @@ STABLE_TORCH_LIBRARY(flash_ext, m) {
       "need_dsink, " SCORE_OPTIONS ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)");
 
   // The probabilities exp(score - lse), (batch, heads_q, seqlen_q, seqlen_k), in q's dtype. dropout_mode: 0 ignores
-  // dropout, 1 zeroes what is dropped and scales the rest by 1 / (1 - p), 2 negates what is dropped and scales nothing.
+  // dropout, 1 zeroes dropped weights and scales the others by 1 / (1 - p), 2 negates dropped weights and scales
+  // nothing.
   m.def("attention_weights(Tensor q, Tensor k, Tensor lse, int dropout_mode, " SCORE_OPTIONS ") -> Tensor");
   m.def(
       "attention_weights_backward(Tensor grad_weights, Tensor q, Tensor k, Tensor lse, int dropout_mode, bool need_dq, "
@@ -55,7 +56,7 @@ STABLE_TORCH_LIBRARY(flash_ext, m) {
       "wants_max_logit, " SCORE_OPTIONS ") -> str");
   m.def("attention_decode_describe(Tensor q, Tensor k_cache, Tensor v_cache, " DECODE_OPTIONS ") -> str");
 
-  // Raise what attention_forward and attention_decode would raise of these arguments, and compute nothing.
+  // Raise the errors that attention_forward and attention_decode would raise for these arguments, and compute nothing.
   m.def("attention_check(Tensor q, Tensor k, Tensor v, " SCORE_OPTIONS ") -> ()");
   m.def("attention_decode_check(Tensor q, Tensor k_cache, Tensor v_cache, " DECODE_OPTIONS ") -> ()");
 
@@ -77,28 +78,28 @@ STABLE_TORCH_LIBRARY(flash_ext, m) {
       "dropout_mask(Tensor rng, float dropout_p, SymInt batch, SymInt heads_q, SymInt seqlen_q, SymInt seqlen_k)"
       " -> Tensor");
 
-  // The lists of a block mask in which query i, at position i + offset, sees the keys of a window around it, and of
-  // `rule`: "window", bounds (0): with num_global tokens at the start that are seen by all and, unless causal, see all;
-  // "documents", bounds (documents + 1), where they begin and the last one ends: only those of its own document;
-  // "prefix", bounds (batch): also the first so many; "spans", bounds (batch, spans, 2): also its span, from where the
-  // window begins. bounds are int32 or int64. There is room for max_blocks blocks and, in each row, max_bitmaps
-  // bitmaps; entries behind the last block are 0.
+  // The lists of a block mask. Query i, at position i + offset, sees the keys of a window around it, changed by `rule`:
+  // "window", bounds (0): all queries also see num_global tokens at the start, which see all keys unless causal;
+  // "documents", bounds (documents + 1), where documents begin and the last one ends: only keys of the same document;
+  // "prefix", bounds (batch): also so many first keys; "spans", bounds (batch, spans, 2): also the keys of its span,
+  // from where the window begins. bounds are int32 or int64. There is room for max_blocks blocks and, in each row of
+  // blocks, max_bitmaps bitmaps; entries behind the last block are 0.
   m.def(
       "interval_block_lists(Tensor bounds, str rule, SymInt seqlen_q, SymInt seqlen_k, SymInt block_m, SymInt block_n, "
       "SymInt offset, SymInt window_left, SymInt window_right, SymInt num_global, bool causal, SymInt max_blocks, "
       "SymInt max_bitmaps) -> (Tensor offsets, Tensor indices, Tensor bitmap_ids, Tensor bitmaps)");
-  // The tensors of a block mask with queries and keys in each other's place, of so many columns of blocks, with room
-  // for max_blocks.
+  // The tensors of a block mask with queries and keys exchanged. The given mask has `columns` columns of blocks; the
+  // result has room for max_blocks.
   m.def(
       "block_lists_transposed(Tensor offsets, Tensor indices, Tensor bitmap_ids, Tensor bitmaps, SymInt columns, "
       "SymInt max_blocks) -> (Tensor offsets, Tensor indices, Tensor bitmap_ids, Tensor bitmaps)");
 
-  // Whether CUDA calls run kernels for exactly their GPU's compute capability, where there are any, or those for all
-  // GPUs; returns what held before. For tests and measurements.
+  // Sets whether CUDA calls run kernels for exactly their GPU's compute capability, where there are any, or the kernels
+  // for all GPUs. Returns the previous setting. For tests and measurements.
   m.def("use_own_kernels(bool on) -> bool");
 
-  // aten's operators computed by the kernels of aten_overrides.h, for a dispatch key and until they are restored. Each
-  // library has its own.
+  // These let the kernels of aten_overrides.h compute aten's operators, for a dispatch key and until they are restored.
+  // Each library has its own kernels.
   m.def("override_aten_by_cpu(str op, str dispatch_key) -> ()");
   m.def("override_aten_by_cuda(str op, str dispatch_key) -> ()");
   m.def("restore_aten_by_cpu() -> ()");

@@ -20,15 +20,16 @@ int64_t spanned_elements(const ScoreView& view, const Tensor& scores) {
   return span;
 }
 
-/// Elements that a view has when what is broadcast counts once.
+/// The number of elements of a view; a broadcast dimension counts once.
 int64_t distinct_elements(const Tensor& scores) {
   int64_t count = 1;
   for (int64_t d = 0; d < 4; ++d) count *= scores.stride(d) == 0 ? 1 : scores.size(d);
   return count;
 }
 
-/// See bias_in_chunks(). A bias that is the same for all queries or all keys is read otherwise, and float64 has no
-/// chunks. A view whose rows share memory, as a Toeplitz matrix made of one row, would become larger.
+/// Whether bias_in_chunks() copies a bias. Not if it is the same for all queries or all keys: kernels read it in
+/// another way. Not float64, which has no chunks. Not a view whose rows share memory, such as a Toeplitz matrix made of
+/// one row: the copy would be larger.
 bool copies_bias(plan::Operation operation, const Tensor& bias) {
   if (!bias.is_cuda() || (operation != plan::Operation::kForward && operation != plan::Operation::kBackward))
     return false;
@@ -127,7 +128,8 @@ void check_block_mask(const Argument& q, const Geometry& g, const ScoreOptions& 
   check_block_shapes(g, options);
 }
 
-/// A loose max_seqlen costs nothing: it is the shape of bias, mask and weights, while work follows the rows there are.
+/// The longest sequence, as the plan sees it. A loose max_seqlen costs nothing: it gives the shape of bias, mask and
+/// weights, while the work follows the rows that exist.
 int64_t longest_query(const Geometry& g, const ScoreOptions& options) {
   return g.varlen_q ? longest_sequence(*options.cu_seqlens_q, std::min(g.seqlen_q, g.total_q)) : g.seqlen_q;
 }

@@ -46,10 +46,10 @@ void check_index_tensor(const char* name, const OptionalTensor& tensor, const Ar
 plan::Problem describe(plan::Operation operation, const Tensor& q, const Geometry& geometry,
                        const ScoreOptions& options);
 
-/// The bias as the kernels of an operation read it. On CUDA the forward and the backward get a copy of one whose keys
-/// are apart in memory, or whose rows do not consist of 16-byte chunks (that of T5 is a view with the heads innermost):
-/// to read it element by element takes longer than to copy it. What is broadcast stays so, and the copy is no larger
-/// than the memory that the bias spans, but for the ends of rows.
+/// The bias as the kernels of an operation read it. On CUDA the forward and the backward get a copy if keys are apart
+/// in memory (the bias of T5 is a view with the heads innermost), or if rows do not consist of 16-byte chunks: reading
+/// such a bias element by element takes longer than copying it. Broadcast dimensions stay broadcast. The copy is no
+/// larger than the memory that the bias spans, apart from padding at the ends of rows.
 std::optional<Tensor> bias_in_chunks(plan::Operation operation, const OptionalTensor& bias);
 
 /// The plan of a problem; raises with plan::supports()' reason if it cannot run.

@@ -88,8 +88,8 @@ inline Tensor with_dtype(const Tensor& tensor, ScalarType dtype) {
   return tensor.scalar_type() == dtype ? tensor : copied(tensor, dtype);
 }
 
-/// The tensor, or a contiguous copy if its rows are not. Gradients from autograd have any strides; those of out.sum()
-/// are all 0.
+/// The tensor, or a contiguous copy if its rows are not. Gradients from autograd may have any strides; the gradient of
+/// out.sum() has strides of 0.
 inline Tensor with_contiguous_rows(const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
   return tensor.size(last) == 1 || tensor.stride(last) == 1 ? tensor : made_contiguous(tensor);

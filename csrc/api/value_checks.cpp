@@ -104,7 +104,7 @@ struct PageRows {
   int64_t page, begin, end;
 };
 
-/// What an append writes through the block table, page by page.
+/// The rows that an append writes through the block table, page by page.
 std::vector<PageRows> written_rows(const CacheIndices& cache) {
   std::vector<PageRows> written;
   for (int64_t b = 0; b < cache.batch; ++b) {

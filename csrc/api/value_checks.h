@@ -35,7 +35,7 @@ struct RotaryPositions {
   OptionalTensor cu_seqlens_q;
   int64_t seqlen_q;        // of queries that are not packed
   int64_t seqlen_new;      // rows of k that are turned
-  bool turns_by_position;  // query t as the t-th new key; else all as the first
+  bool turns_by_position;  // query t turns like the t-th new key; else all turn like the first
   int64_t rows;
 };
 

@@ -16,7 +16,7 @@ Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, in
   check_lse(Argument("q", q), g, "lse", lse);
   check_dropout_mode(dropout_mode);
 
-  const bool has_gaps = g.varlen_q;  // the kernel leaves out what lies beyond a packed sequence
+  const bool has_gaps = g.varlen_q;  // the kernel writes nothing beyond the end of a packed sequence
   const Tensor weights =
       has_gaps ? new_zeros(q, g.score_shape(), q.scalar_type()) : new_empty(q, g.score_shape(), q.scalar_type());
   const Tensor dense_lse = with_contiguous_rows(lse);

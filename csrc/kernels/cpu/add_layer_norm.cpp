@@ -17,7 +17,8 @@ char* row_at(const void* rows, const AddLayerNormParams& p, int64_t row) {
   return static_cast<char*>(const_cast<void*>(rows)) + row * p.width * size_of(p.dtype);
 }
 
-/// The sum as its dtype has it, in `sum` and in memory: first in out, which is written again at the end.
+/// Adds x and residual and rounds the sum to its dtype. Leaves it in `sum` and in memory: if the sum is not wanted, in
+/// out, which is written again at the end.
 template <class T>
 void add_row(const AddLayerNormParams& p, int64_t row, T* residual, T* sum) {
   load_row(sum, row_at(p.x, p, row), p.dtype, p.width);

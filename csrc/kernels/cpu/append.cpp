@@ -79,7 +79,8 @@ void append_keys(const AppendParams& p, ParallelFor parallel_for) {
   });
 }
 
-/// A row of q: packed, batch entry 0 of the tensor, but a sequence of its own.
+/// The sequence that a row of q belongs to. Packed rows all lie in batch entry 0 of the tensor, but belong to different
+/// sequences.
 struct QueryRow {
   int64_t sequence, t;  // query t of a sequence; sequence -1 = no sequence has this row
 };
@@ -92,7 +93,8 @@ QueryRow query_row(const AppendParams& p, int64_t row) {
   return {sequence, row - cu_seqlens[sequence]};
 }
 
-/// The rows that there are in memory: packed, seqlen_q may be as long as all sequences together.
+/// Rotates the rows of q that are in memory, not seqlen_q rows of each sequence: of packed sequences, seqlen_q may be
+/// as long as all of them together.
 template <class T>
 void rotate_queries(const AppendParams& p, ParallelFor parallel_for) {
   const bool packed = p.seq.cu_seqlens_q != nullptr;

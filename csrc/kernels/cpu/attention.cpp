@@ -29,7 +29,7 @@ bool has_avx512() {
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #endif
 
-/// The set that FLASH_EXT_CPU_ISA names; nothing better is used then.
+/// The instruction set that FLASH_EXT_CPU_ISA names; no better one is used.
 std::string wanted_instruction_set() {
   const char* variable = std::getenv("FLASH_EXT_CPU_ISA");
   const std::string wish = variable == nullptr || *variable == '\0' ? "amx" : variable;
@@ -96,7 +96,8 @@ void run(const Operation<Job>& operation, const Job& job, double flops, Parallel
   if (out_of_memory && next < items) throw std::bad_alloc();
 }
 
-/// Of one product of queries and keys over both head dims; masks are not accounted for.
+/// Operations of one product over head_dim and one over head_dim_v of all queries and keys. Masks are not accounted
+/// for.
 double product_flops(const AttentionParams& p) {
   return 2.0 * static_cast<double>(p.batch * p.heads_q) * static_cast<double>(p.seqlen_q) *
          static_cast<double>(p.seqlen_k) * static_cast<double>(p.head_dim + p.head_dim_v);
@@ -115,14 +116,15 @@ int64_t tile_rows_of(const AttentionParams& p) {
   return p.block_m > 0 && p.block_m < kMaxTileRows ? p.block_m : kMaxTileRows;
 }
 
-/// Tiles of a head, in the sequences before each; at the end those of all.
+/// For each sequence, the number of tiles that a head has in all sequences before it. The last element is for all
+/// sequences.
 std::vector<int64_t> tiles_before(const Kernels& kernels, const AttentionParams& p, int64_t tile_rows, int64_t group) {
   std::vector<int64_t> before(p.batch + 1);
   for (int64_t b = 0; b < p.batch; ++b) before[b + 1] = before[b] + kernels.count_tiles(p, b, tile_rows, group);
   return before;
 }
 
-/// Of q, for each head.
+/// The number of rows of q in memory, for each head.
 int64_t rows_in_memory(const AttentionParams& p) {
   return p.seq.cu_seqlens_q != nullptr ? p.total_q : p.batch * p.seqlen_q;
 }
@@ -161,7 +163,7 @@ void attention_forward(const ForwardParams& params, ParallelFor parallel_for) {
     job.packed_keys = packed.get();
     run(kernels.pack_keys, job, key_elements(params), parallel_for);
   }
-  // With ranges of a fixed size even a single one is merged: the bits must not depend on how many there might be.
+  // Ranges of a fixed size are merged even if there is only one: the bits must not depend on how many there might be.
   const bool merges = job.splits > 1 || job.split_size > 0;
   Buffer partial_out, partial_lse;
   if (merges) {
@@ -186,7 +188,7 @@ void attention_weights(const WeightsParams& params, ParallelFor parallel_for) {
   WeightsJob job;
   job.params = params;
   job.tile_rows = tile_rows_of(params);
-  // Of dense rows all weights are written, of packed ones they are zero beforehand.
+  // The kernel writes the weights of all dense rows, used or not. Weights of packed rows are zero beforehand.
   AttentionParams written = params;
   if (params.seq.cu_seqlens_q == nullptr) written.seq.seqused_q = nullptr;
   const std::vector<int64_t> tiles = tiles_before(kernels, written, job.tile_rows, 1);

@@ -1,9 +1,9 @@
 // Attention on a CPU: the functions that csrc/api calls.
 //
 // Every function is exact, bitwise repeatable and gives the same bits for any number of threads. Memory beyond inputs
-// and outputs grows with seqlen, never with its square. Arguments are checked by the api, and what still lies outside a
-// tensor (lengths, pages) is clamped to it. What is thrown is std::bad_alloc, and std::runtime_error where the
-// environment variable FLASH_EXT_CPU_ISA names no instruction set.
+// and outputs grows with seqlen, never with its square. The api checks arguments. Lengths and pages that still lie
+// outside a tensor are clamped to it. The functions throw std::bad_alloc, and std::runtime_error where the environment
+// variable FLASH_EXT_CPU_ISA names no instruction set.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain, const Ra
 /// element of out and lse; max_logit, where it is wanted, is -inf beforehand.
 void attention_forward(const ForwardParams& params, ParallelFor parallel_for);
 
-/// The requested gradients, each written completely; with grad_weights set, those of attention_weights.
+/// Writes every element of the requested gradients; with grad_weights set, the gradients of attention_weights.
 void attention_backward(const BackwardParams& params, ParallelFor parallel_for);
 
 /// Writes every element of weights.

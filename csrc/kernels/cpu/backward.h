@@ -170,10 +170,10 @@ class BackwardChunk {
   T* dq_ = nullptr;  // (panels, dq_rows_, kPanel)
   T* dk_ = nullptr;  // (keys of the chunk, head_dim rounded up to kPanel)
   T* dv_ = nullptr;
-  T* rows_of_panel_ = nullptr;     // (kPanel, head_dim): of dQ
+  T* rows_of_panel_ = nullptr;     // (kPanel, head_dim): rows of dQ
   uint16_t* k_columns_ = nullptr;  // (dq_rows_, kBlockN): a tile of K transposed, for matrix units
-  uint32_t* ds_pairs_ = nullptr;   // of a panel
-  uint16_t* rounded_ = nullptr;    // panels of P, then of dS
+  uint32_t* ds_pairs_ = nullptr;   // dS of a panel in pairs of keys
+  uint16_t* rounded_ = nullptr;    // panels of P, later of dS, in bfloat16
   BackwardItem item_{job_, 0};
   Sequence seq_{};
   Interval chunk_{};

@@ -1,8 +1,8 @@
 // The gradient of an additive bias: dS, summed over the dimensions in which the bias is broadcast.
 //
 // An item owns a rectangle of dbias: one batch entry and head of it (all of them where it is broadcast), and a tile of
-// queries and of keys (all of them where it is broadcast). It visits what falls on the rectangle in a fixed order and
-// adds the dS panels up, so the sum is repeatable and no N x N buffer exists besides dbias.
+// queries and of keys (all of them where it is broadcast). It visits the tiles that fall on the rectangle in a fixed
+// order and adds up their panels of dS, so the sum is repeatable, and no N x N buffer exists besides dbias.
 #pragma once
 
 #include "gradient_tile.h"
@@ -67,7 +67,7 @@ class BiasRectangle {
   }
 
  private:
-  /// What index `n` of `count` covers of `all`: itself, or everything where one covers everything.
+  /// The part of `all` that index `n` of `count` covers: itself or, if there is only one index, everything.
   static Interval part(int64_t n, int64_t count, int64_t all) {
     return count == 1 ? Interval{0, all} : Interval{n, n + 1};
   }
@@ -86,7 +86,8 @@ class BiasRectangle {
     }
   }
 
-  /// The rows of `sum_` are keys modulo kBlockN: tiles that share a column of dbias, or belong to one sum, coincide.
+  /// Adds panel n of dS to `sum_`. Rows of `sum_` are keys modulo kBlockN, so tiles that share a column of dbias, or
+  /// belong to one sum over keys, fall on the same rows.
   void add_panel(int64_t n, int64_t first_row) {
     const Interval keys = tile_.keys()[n];
     T* sum = sum_ + (n * kBlockN + first_row) * kPanel;

@@ -8,8 +8,8 @@ namespace {
 constexpr int64_t kGrainRows = 4;       // of blocks, so that threads are worth their start
 constexpr int64_t kGrainBitTiles = 64;  // of bitmaps
 
-/// Counts in offsets (lists, rows + 1), the last one of each list left out, become where each row begins. Returns where
-/// all end.
+/// Turns counts into offsets: `offsets` (lists, rows + 1) holds a count for each row, and nothing at the end of a list.
+/// Each count becomes the index at which its row begins. Returns the end of all rows.
 int64_t sum_up(int32_t* offsets, int64_t lists, int64_t rows, int64_t max_blocks) {
   int64_t sum = 0;
   for (int64_t list = 0; list < lists; ++list) {

@@ -97,7 +97,7 @@ FLASH_EXT_INLINE Vec<float> load_half(const uint16_t* p) {
 #endif
 }
 
-/// The bits of x * 0, which a NaN or an infinity leaves in more places than the sign; several may be or-ed together.
+/// The bits of x * 0, of several x or-ed together. If some x is NaN or infinite, more bits than the sign are set.
 template <class T>
 using Poison = IntVec<T>;
 
@@ -106,7 +106,7 @@ FLASH_EXT_INLINE bool is_poisoned(const Poison<T>& poison) {
   return any((poison << 1) != 0);
 }
 
-/// Copies a row.
+/// Copies and converts a row. Returns its poison.
 template <class T, class Source, class LoadVector, class LoadOne>
 FLASH_EXT_INLINE Poison<T> copy_row(T* to, const Source* from, int64_t count, const LoadVector& load_vector,
                                     const LoadOne& load_one) {

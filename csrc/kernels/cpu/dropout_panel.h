@@ -69,7 +69,7 @@ class Dropout {
   /// factors[n][lane] = kept or dropped, for the rows of `scores`. All lanes are queries of one head, in order.
   void draw(T* factors, const ScorePanel<T>& scores, const Panel<T>& panel, int64_t batch_head, int64_t first_key,
             T kept, T dropped) const {
-    if (panel.query[0] % kGroup != 0) {  // a block mask with odd blocks
+    if (panel.query[0] % kGroup != 0) {  // a block mask whose block_m is no multiple of 8
       draw_one_by_one(factors, scores, panel, batch_head, first_key, kept, dropped);
       return;
     }
@@ -88,7 +88,8 @@ class Dropout {
   }
 
  private:
-  /// The queries [i, i + 8 * groups) and the keys {j, j + 1} + {0, 8, ..., 56}: one or both halves of the words.
+  /// Writes the factors of the queries [i, i + 8 * groups) and the keys {j, j + 1} + {0, 8, ..., 56}. One group uses
+  /// half of the words, two use both halves.
   FLASH_EXT_INLINE void draw_groups(T* factors, int groups, const Interval& keys, int64_t first_key, int64_t j,
                                     int64_t i, int64_t batch_head, T kept, T dropped) const {
     GroupWords flags;

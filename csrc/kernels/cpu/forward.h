@@ -40,7 +40,7 @@ FLASH_EXT_INLINE Interval keys_of_split(const ForwardJob& job, const Sequence& s
   return {min(split * size, seq.seqlen_k), min((split + 1) * size, seq.seqlen_k)};
 }
 
-/// Sums of e^(s - inf) are NaN where a score is infinite; the log-sum-exp is not.
+/// The log-sum-exp of a row. If a score is infinite, it is infinite, too, while the sum of e^(s - inf) is NaN.
 template <class T>
 FLASH_EXT_INLINE T lse_of(T maximum, T sum) {
   return maximum == static_cast<T>(kInfinity) ? maximum : maximum + log(sum);
@@ -97,8 +97,8 @@ class ForwardTile {
  private:
   void start() {
     num_panels_ = ceil_div(rows_.count, kPanel);
-    // Not of a longer sequence's last rows: the backward's scores of those must have the same bits, for lse is taken
-    // off.
+    // The last rows of a longer sequence do not count as few: the backward subtracts lse from their scores, which must
+    // have the same bits there.
     few_ = seq_.seqlen_q * job_.group <= kFewRows<T>;
     k_.in_halves = v_.in_halves = !few_ && uses_matrix_units<T>(p_);
     late_factor_ = late_factor();
@@ -136,7 +136,8 @@ class ForwardTile {
     }
   }
 
-  /// All panels with K, then all with V: either tile alone stays in the L1 cache meanwhile, both would not.
+  /// Multiplies all panels with K, then all with V. Either tile alone stays in the L1 cache meanwhile; both together
+  /// would not.
   void visit(const KeyTile& tile, int64_t head_kv) {
     const bool packed = find_packed(tile, head_kv);
     if (!packed) load_keys(k_, p_.k, p_.dtype, seq_, head_kv, tile.begin, tile.end);
@@ -149,7 +150,7 @@ class ForwardTile {
     }
   }
 
-  /// Takes the operands of a tile that is packed already; if it is not, makes room for it.
+  /// Points to the operands of a tile: packed already, or else room to pack them. Returns whether they are packed.
   bool find_packed(const KeyTile& tile, int64_t head_kv) {
     if (!k_.in_halves) return false;
     const int64_t index = tile.begin / kBlockN;
@@ -180,7 +181,7 @@ class ForwardTile {
             keys.end - tile.begin};
   }
 
-  /// S^T = K Q^T, then P^T.
+  /// Computes S^T = K Q^T, then P^T.
   void score(int64_t n, const KeyTile& tile, const ScorePanel<T>& scores) {
     if (few_) {
       with_constant<kFewRows<T>>(rows_.count, [&](auto rows) {
@@ -201,8 +202,8 @@ class ForwardTile {
 
   uint32_t* p_pairs_of(int64_t n) const { return p_pairs_ + n * kKeyPairWords; }
 
-  /// What the softmax step multiplies by, where nothing but masks comes between q . k and the scores. Its product with
-  /// log2 e has to be a number.
+  /// The factor by which the softmax step multiplies, if nothing but masks comes between q . k and the scores; else 1.
+  /// Its product with log2 e must be finite.
   T late_factor() const {
     constexpr T kLargest = static_cast<T>(1e38);
     const bool products = rules_.cap == 0 && p_.alibi_slopes == nullptr && p_.bias.data == nullptr;
@@ -210,7 +211,7 @@ class ForwardTile {
     return is_late && rules_.q_factor > 0 && rules_.q_factor < kLargest ? rules_.q_factor : T(1);
   }
 
-  /// P^T rounded and packed.
+  /// Computes S^T, then P^T, rounded and packed.
   void score_halves([[maybe_unused]] int64_t n, [[maybe_unused]] const KeyTile& tile,
                     [[maybe_unused]] const ScorePanel<T>& scores) {
     if constexpr (kHasMatrixUnits<T>) {
@@ -264,7 +265,8 @@ class ForwardTile {
     scores.for_each_vector([&](int64_t row, int c, T* s) { store(s, load(s) * load(factors_ + row * kPanel + c)); });
   }
 
-  /// The largest score of a query: Inf or NaN where one of them is. The maximum leaves NaN out, the sum does not.
+  /// The largest score of a query; Inf or NaN if one of its scores is. The maximum leaves out NaN, but the sum is NaN
+  /// then.
   T row_maximum(int64_t n, int lane) const {
     const bool packed = k_.in_halves && !dropout_.active();
     const T maximum = packed ? row_maxima_[n * kPanel + lane] * late_factor_ : state_[n].maximum[lane];
@@ -317,10 +319,10 @@ class ForwardTile {
   Panel<T>* panel_;
   SoftmaxState<T>* state_;
   QueryOperand<T> q_;
-  T* few_q_;                 // (rows, head_dim), scaled, of up to four rows
-  T* out_;                   // (panels, out_rows_, kPanel), not normalised; a few rows: (rows, head_dim_v)
-  T* scores_;                // (panels, kBlockN, kPanel); with matrix units of one panel at a time
-  T* row_maxima_ = nullptr;  // (panels, kPanel): products of the packed softmax step, the largest of each query
+  T* few_q_;                 // (up to four rows, head_dim): Q, scaled
+  T* out_;                   // (panels, out_rows_, kPanel), not normalised; with few_: (rows, head_dim_v)
+  T* scores_;                // (panels, kBlockN, kPanel); with matrix units: one panel at a time
+  T* row_maxima_ = nullptr;  // (panels, kPanel): the largest product of each query in the packed softmax step
   T* factors_ = nullptr;
   T* row_;
   T* rows_of_panel_;  // (kPanel, head_dim_v)
@@ -329,7 +331,7 @@ class ForwardTile {
   PackedTile own_{};               // room for a tile that is not packed beforehand
   uint16_t* v_columns_ = nullptr;  // (out_rows_, kBlockN): v_ transposed, for matrix units
   uint32_t* p_pairs_ = nullptr;    // P, panel by panel
-  uint16_t* q_rows_ = nullptr;     // of a panel
+  uint16_t* q_rows_ = nullptr;     // rows of Q of a panel
   int64_t out_rows_;
   int64_t bytes_;
   Sequence seq_{};
@@ -408,7 +410,7 @@ void merge_row(const ForwardJob& job, const Sequence& seq, int64_t head, int64_t
   store_row(query_row(p.out, p.dtype, seq, i, head), p.dtype, out, p.head_dim_v);
 }
 
-/// Some rows of one head.
+/// Merges the splits of some rows of one head.
 template <class T>
 void merge_item(const ForwardJob& job, int64_t item, void* scratch) {
   const ForwardParams& p = job.params;
@@ -421,7 +423,7 @@ void merge_item(const ForwardJob& job, int64_t item, void* scratch) {
 
 inline int64_t max_logit_items(const ForwardJob& job) { return job.params.batch * job.params.heads_q; }
 
-/// The largest score of one head of a batch entry; NaN if some row has one.
+/// Writes the largest score of one head of a batch entry; NaN if a score is NaN.
 template <class T>
 void max_logit_item(const ForwardJob& job, int64_t item, void*) {
   const ForwardParams& p = job.params;

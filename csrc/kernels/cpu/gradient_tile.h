@@ -17,7 +17,7 @@ namespace flash_ext::cpu::FLASH_EXT_ISA {
 enum class ScoreGradient {
   kNone,          // only P is wanted
   kOfProduct,     // of q . k * scale, through the softcap
-  kOfFinalScore,  // of what the softmax sees
+  kOfFinalScore,  // of the score that the softmax sees
 };
 
 template <class T>
@@ -70,8 +70,8 @@ class GradientTile {
     for (int64_t n = 0; n < num_panels_; ++n) panel_[n].set(rows, n * kPanel, seq);
   }
 
-  /// Recomputes all panels against a tile of keys. First all that K is for, then all that V is for: either tile alone
-  /// stays in the L1 cache meanwhile, both would not.
+  /// Recomputes all panels against a tile of keys. First it computes P of all panels, which needs K, then dS, which
+  /// needs V. Either tile alone stays in the L1 cache meanwhile; both together would not.
   void compute_ds(const KeyTile& tile) {
     tile_ = tile;
     const int64_t head_kv = head_ / (p_.heads_q / p_.heads_kv);
@@ -122,15 +122,16 @@ class GradientTile {
     }
   }
 
-  /// An infinite score has made NaN of its row of out and of all its weights; an infinite sink has left them 0. Weights
-  /// that are asked for by an lse are what that lse says.
+  /// The lse to use for a row whose lse is inf. If a score is infinite, out of the row and all its weights are NaN: lse
+  /// becomes NaN. If the sink is infinite, they are 0: lse stays inf. attention_weights uses the lse of its caller as
+  /// it is.
   T infinite_lse() const {
     const T infinity = static_cast<T>(kInfinity);
     const bool by_sink = p_.sink != nullptr && static_cast<const T*>(p_.sink)[head_] == infinity;
     return of_weights_ || by_sink ? infinity : infinity - infinity;
   }
 
-  /// Rows of Q or dO, row-major and as panels; those that play no part are 0 whatever they hold.
+  /// Loads rows of Q or dO, row-major and as panels. Rows that play no part become 0, whatever they hold.
   void load_query_rows(RowTile<T>& tile, QueryOperand<T>& panels, uint32_t* pairs, const TensorView& view) {
     if (panels.in_halves()) {
       load_query_halves(tile, panels, pairs, view);
@@ -154,7 +155,8 @@ class GradientTile {
     return query_row(view, p_.dtype, seq_, rows_.query(row), head_);
   }
 
-  /// Lanes keep what is not finite, for it belongs to their query alone; of rows that others sum over it is taken out.
+  /// Does the same for matrix units. Lanes of panels keep Inf and NaN, which belong to their query alone. Row-major
+  /// rows, over which keys sum, are sanitised.
   void load_query_halves([[maybe_unused]] RowTile<T>& tile, [[maybe_unused]] QueryOperand<T>& panels,
                          [[maybe_unused]] uint32_t* pairs, [[maybe_unused]] const TensorView& view) {
     if constexpr (kHasMatrixUnits<T>) {
@@ -183,7 +185,7 @@ class GradientTile {
   ScorePanel<T> scores_of(int64_t n) const { return {probabilities(n), keys_[n].begin, keys_[n].end}; }
   T* slope(int64_t n) const { return slope_ + n * kPanelStride; }
 
-  /// Scores, then P, without dropout.
+  /// Computes the scores, then P without dropout.
   void compute_p(int64_t n) {
     const ScorePanel<T> scores = scores_of(n);
     q_.multiply(scores, k_, n);
@@ -193,7 +195,7 @@ class GradientTile {
     clear_outside(scores.s, scores);
   }
 
-  /// dP, then dS; P takes the dropout factor, as dV wants it.
+  /// Computes dP, then dS. Multiplies P by the dropout factor, as dV needs it.
   void compute_ds(int64_t n) {
     const ScorePanel<T> scores = scores_of(n);
     if (dropping()) draw_factors(n, scores);
@@ -229,7 +231,7 @@ class GradientTile {
     }
   }
 
-  /// dP becomes dS in place.
+  /// Turns dP into dS in place.
   void finish_ds(int64_t n, const ScorePanel<T>& scores) {
     const T* term = term_ + n * kPanel;
     T* sum = of_weights_ ? ds_sum_ + n * kPanel : nullptr;
@@ -264,7 +266,7 @@ class GradientTile {
   ScoreRules<T> rules_;
   Dropout<T> dropout_;
   Panel<T>* panel_;
-  Interval* keys_;  // of the loaded tile, per panel, counted from its first
+  Interval* keys_;  // per panel: keys of the loaded tile that it sees, counted from the tile's first
   T* lse_;
   T* term_;
   T* ds_sum_;

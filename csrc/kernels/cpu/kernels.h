@@ -9,8 +9,8 @@
 
 namespace flash_ext::cpu {
 
-/// Forward: an item is (batch, split, group of heads, tile of rows). Merge of splits: an item is a row of out. Largest
-/// scores: (batch, head).
+/// Forward: an item is (batch, split, group of heads, tile of rows). Merge of splits: an item is up to 16 rows of out
+/// of one head. Largest scores: (batch, head).
 struct ForwardJob {
   ForwardParams params;
   int64_t group = 1;  // heads whose rows share a tile: 1, or all that share a key head
@@ -20,7 +20,7 @@ struct ForwardJob {
   int64_t split_size = 0;       // 0: the keys of a sequence in `splits` equal parts
   void* partial_out = nullptr;  // (splits, heads_q, rows of q, head_dim_v), accumulate type; null without splits
   void* partial_lse = nullptr;  // (splits, heads_q, rows of q)
-  void* row_maxima = nullptr;   // (splits, heads_q, rows of q), likewise: the largest score; null where nobody wants it
+  void* row_maxima = nullptr;   // (splits, heads_q, rows of q): the largest score of each row; null if not wanted
   void* packed_keys = nullptr;  // for matrix units (packed_keys.h); null where each item packs what it visits
 };
 

@@ -1,17 +1,16 @@
-// The softmax step of a panel whose P goes to matrix units: rounded to bfloat16 and packed in pairs of keys as it is
-// made. Exponentials limit the forward on matrix units, so this step takes fewer instructions for each than
-// online_softmax.h:
+// The softmax step of a panel whose P goes to matrix units: it rounds P to bfloat16 and packs it in pairs of keys.
+// Exponentials limit the forward on matrix units, so this step takes fewer instructions for each than online_softmax.h:
 //   t = (x - m) factor log2(e),   P = 2^(t - floor t) 2^floor t:   one instruction gives the fraction, one the power.
-// `factor` is the scale of the scores, where nothing but a mask came between them and the products x; the row's
-// stabiliser m is one of these, so that the difference is exact near it. It stays what it is until a score is above it
-// by more than kMaxExcess: P keeps its relative precision, as bfloat16 has float's exponent, and O is seldom rescaled.
+// `factor` is the scale of the scores, if nothing but a mask comes between them and the products x. The row's
+// stabiliser m is one of the products, so that x - m is exact near m. m stays the same until a score exceeds it by more
+// than kMaxExcess: so O is seldom rescaled, and P keeps its relative precision, as bfloat16 has float's exponent.
 #pragma once
 
 #include "online_softmax.h"
 
 namespace flash_ext::cpu::FLASH_EXT_ISA {
 
-/// Scores may exceed the stabiliser by so much: e^8 times as many keys as there can be are far from the largest float.
+/// How far scores may exceed the stabiliser. e^8 times the largest number of keys is far below the largest float.
 constexpr float kMaxExcess = 8;
 
 #if defined(__AMX_BF16__)
@@ -36,15 +35,15 @@ FLASH_EXT_INLINE Vec<float> next_stabiliser(Vec<float> before, Vec<float> maximu
   return maximum > before + min(kMaxExcess / factor, kFarFromInfinity) ? maximum : before;
 }
 
-/// What products are taken off: where nothing was seen yet, -inf + inf would be no number; where a score is infinite,
-/// no weight may be one.
+/// The number that is subtracted from products. A row that has seen no key yet gets 0, since -inf + inf would be NaN. A
+/// row with an infinite score gets NaN, so that all its weights are NaN.
 FLASH_EXT_INLINE Vec<float> shift_of(Vec<float> stabiliser, float factor) {
   const Vec<float> finite = stabiliser == -kInfinity ? Vec<float>{} : stabiliser;
   return finite * factor == kInfinity ? broadcast<float>(kInfinity - kInfinity) : finite;
 }
 
-/// P = e^((x - shift) factor) of the keys [begin, end) of a column, packed from `pairs` on for the depths that these
-/// touch, zero beside them; returns the sum.
+/// Computes P = e^((x - shift) factor) of the keys [begin, end) of a column, packs it from `pairs` on, and returns its
+/// sum. It writes all depths that these keys touch, with zeros for other keys.
 FLASH_EXT_INLINE Vec<float> pack_column_exp(uint32_t* pairs, const float* x, int64_t begin, int64_t end, float factor,
                                             Vec<float> shift) {
   constexpr float kLog2e = 1.4426950408889634f;
@@ -70,9 +69,9 @@ FLASH_EXT_INLINE Vec<float> pack_column_exp(uint32_t* pairs, const float* x, int
   return sum[0] + sum[1];
 }
 
-/// One step over the rows of `scores`, which hold products to be multiplied by `factor` > 0. `pairs` receives P,
-/// and the state's maximum is a product, too. `row_maxima`, if wanted: the largest product of each query so far, as
-/// that maximum may lag behind.
+/// Does one step over the rows of `scores`, which hold products to be multiplied by `factor` > 0. `pairs` receives P.
+/// The state's maximum is a product, too. `row_maxima`, if wanted, receives the largest product of each query so far,
+/// because the state's maximum may lag behind.
 inline void softmax_step_packed(SoftmaxState<float>& state, uint32_t* pairs, const ScorePanel<float>& scores,
                                 float factor, int vectors, float* row_maxima) {
   for (int c = 0; c < vectors * kTileSide; c += kTileSide) {

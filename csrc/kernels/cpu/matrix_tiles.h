@@ -39,37 +39,38 @@ constexpr int64_t kKeyPairWords = kKeyTileDepths * 2 * kTileWords;  // pairs of 
 /// Numbers that a row of `dim` takes as an operand: whole depths, the rest zero.
 FLASH_EXT_INLINE int64_t padded_dim(int64_t dim) { return round_up(dim, kTileDepth); }
 
-// Only with matrix units are these defined, and called.
+// The following functions are defined, and called, only with matrix units.
 
-/// S[begin:end] = A[begin:end] B: rows of A `stride` numbers apart, B a panel's pairs along `depths` depths. Rows of S
-/// beside those may change, as far as the 32 that each belongs to.
+/// S[begin:end] = A[begin:end] B. Rows of A are `stride` numbers apart; B holds a panel's pairs along `depths` depths.
+/// S is computed in whole blocks of 32 rows, so other rows of these blocks may change, too.
 template <int kCols>
 void multiply_tiles(float* s, const uint16_t* a, int64_t stride, const uint32_t* b, int64_t depths, int64_t begin,
                     int64_t end);
-/// O[0:num_rows] += A P over the keys [begin, end): row d of A holds number d of all keys of a tile, P their pairs,
-/// zero outside. Whole blocks of 32 rows of O.
+/// O[0:num_rows] += A P over the keys [begin, end), in whole blocks of 32 rows of O. Row d of A holds number d of all
+/// keys of a tile. P holds pairs of keys, and is zero outside [begin, end).
 template <int kCols>
 void accumulate_key_pairs(float* o, const uint16_t* a, const uint32_t* p, int64_t begin, int64_t end, int64_t num_rows);
-/// C[0:num_rows, 0:num_cols] += sum over panels of A[panel] B[panel], whole blocks of 32 rows: A has a tile's keys as
-/// rows and a panel's queries as columns, zero outside keys[panel]; B the pairs of a panel's queries.
+/// C[0:num_rows, 0:num_cols] += sum over panels of A[panel] B[panel], in whole blocks of 32 rows. A has a tile's keys
+/// as rows and a panel's queries as columns, and is zero outside keys[panel]. B holds pairs of a panel's queries.
 inline void accumulate_query_pairs(float* c, int64_t stride, const uint16_t* a, const Interval* keys,
                                    int64_t num_panels, const uint32_t* b, int64_t num_rows, int64_t num_cols);
-/// Pairs along the numbers of a panel's 32 rows: the operand B whose columns are those rows.
+/// Packs a panel's 32 rows as the operand B whose columns are these rows, in pairs along the numbers of a row.
 inline void pack_lanes(uint32_t* to, const uint16_t* rows, int64_t stride);
-/// Pairs of a panel's 32 rows: the operand B whose columns are their numbers.
+/// Packs a panel's 32 rows as the operand B whose columns are their numbers, in pairs of rows.
 inline void pack_row_pairs(uint32_t* to, const uint16_t* rows, int64_t stride);
-/// Pairs of keys of a panel (keys x 32 queries), rounded, zero outside [begin, end), for the depths that these touch.
+/// Packs a panel (keys x 32 queries) in pairs of keys, rounded, for the depths that the keys [begin, end) touch. Other
+/// keys become zero.
 inline void pack_key_pairs(uint32_t* to, const float* panel, int64_t begin, int64_t end);
-/// The floats of such a panel for the keys [begin, end).
+/// Unpacks the pairs of pack_key_pairs() to the floats of the panel, for the keys [begin, end).
 inline void unpack_key_pairs(float* panel, const uint32_t* pairs, int64_t begin, int64_t end);
-/// The numbers of 64 rows transposed: row d holds number d of all.
+/// Transposes 64 rows: row d of the result holds number d of each.
 inline void transpose_rows(uint16_t* to, const uint16_t* rows, int64_t stride);
-/// A panel (64 keys x 32 queries), rounded.
+/// Rounds a panel (64 keys x 32 queries) to bfloat16.
 inline void round_panel(uint16_t* to, const float* panel);
-/// Copies a row of bfloat16 and fills it up with zeros; whether it holds an Inf or a NaN.
+/// Copies a row of bfloat16 and fills it up with zeros. Returns whether it holds an Inf or a NaN.
 inline bool copy_halves(uint16_t* to, const void* from, int64_t count, int64_t padded);
 
-/// Compilers know nothing of the memory that tile instructions read: what was stored before must be stored by then.
+/// Makes the compiler finish earlier stores here: it does not know which memory tile instructions read.
 FLASH_EXT_INLINE void finish_stores() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
 
 /// Gives this thread tile registers of full size while it lives.
@@ -103,7 +104,7 @@ class TileRegisters {
 
 #if defined(__AMX_BF16__)
 
-/// Where the tiles of an operand lie: its rows, its second tile, its next depth.
+/// Where the tiles of an operand lie: distances in bytes to the next row, to the second tile and to the next depth.
 struct TileOperand {
   const void* data;
   int64_t row_bytes;
@@ -155,7 +156,7 @@ struct TileSums {
   }
 };
 
-/// Tiles of B that lie one after another, those of a column together.
+/// Tiles of B that lie one after another: all depths of the first column of tiles, then all of the second.
 FLASH_EXT_INLINE TileOperand pairs_operand(const uint32_t* pairs, int64_t depths) {
   return {pairs, kTileSide * static_cast<int64_t>(sizeof(uint32_t)), depths * kTileBytes, kTileBytes};
 }

@@ -19,7 +19,7 @@ bool has_instructions() {
   return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & kBfloat16Vectors) != 0;
 }
 
-/// Linux, Documentation/arch/x86/xstate.rst.
+/// See Documentation/arch/x86/xstate.rst of Linux.
 bool ask_for_tile_registers() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;

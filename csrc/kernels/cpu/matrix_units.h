@@ -3,8 +3,9 @@
 
 namespace flash_ext::cpu {
 
-/// AMX with bfloat16, and the conversions of AVX-512 to it. Asks Linux, once for the whole process, to keep the tile
-/// registers of its threads, as it does for no program that has not asked; false where either lacks.
+/// Whether the CPU has AMX with bfloat16 and the conversions of AVX-512 to bfloat16, and Linux keeps the tile registers
+/// of threads of this process. Linux does so only for a process that has asked; this function asks, for the whole
+/// process.
 bool may_use_matrix_units();
 
 }  // namespace flash_ext::cpu

@@ -62,7 +62,7 @@ void merge_row(const MergeParams& p, const Row& r, T* part, T* sum) {
   lse_at<T>(p.lse, r) = lse;
 }
 
-/// <grad, part - out>, summed in double: close parts leave little of it.
+/// <grad, part - out>, summed in double: if the parts are close to each other, little is left of the sum.
 template <class T>
 T dot_difference(const T* grad, const T* part, const T* out, int64_t dim) {
   double sum = 0;

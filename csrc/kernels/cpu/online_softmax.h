@@ -29,7 +29,7 @@ struct SoftmaxState {
   }
 };
 
-/// The maximum of a column of scores and `start`; NaN does not count here, it comes back through the sum.
+/// The maximum of a column of scores and `start`. It leaves out NaN, which shows in the sum.
 template <class T>
 FLASH_EXT_INLINE Vec<T> column_maximum(const T* s, int64_t rows, Vec<T> start) {
   constexpr int kPanel = Shape<T>::kPanel;

@@ -31,7 +31,7 @@ class PackedKeys {
   int64_t bytes() const { return count_ * tile_bytes_; }
   int64_t tiles() const { return tiles_; }
 
-  /// Whether a tile's keys are all finite, for its packer to say.
+  /// Whether a tile's K and V are all finite. The packer of the tile sets it.
   bool& is_finite(int64_t batch, int64_t head, int64_t tile) const {
     return *reinterpret_cast<bool*>(data_ + offset(batch, head, tile));
   }
@@ -56,7 +56,7 @@ class PackedKeys {
   int64_t count_ = 0;
 };
 
-/// Keys that all tiles of queries of a head visit together.
+/// The number of keys that the query tiles of a head visit, all tiles together.
 inline int64_t visited_keys(const ForwardJob& job, const Sequence& seq) {
   const int64_t rows_of_head = seq.seqlen_q * job.group;
   int64_t visited = 0;
@@ -67,13 +67,14 @@ inline int64_t visited_keys(const ForwardJob& job, const Sequence& seq) {
   return visited;
 }
 
-/// What packed tiles would take; 0 where no tile is visited often enough to be packed for several.
+/// Bytes of the packed tiles; 0 if the call does not pack them, since it cannot or visits each key less than twice on
+/// average.
 template <class T>
 int64_t packed_key_bytes(const ForwardJob& job) {
   const ForwardParams& p = job.params;
   const bool dense = p.seq.cu_seqlens_k == nullptr && p.seq.block_table == nullptr && p.blocks.offsets == nullptr;
   if (!uses_matrix_units<T>(p) || !dense || p.seqlen_q * job.group <= kFewRows<T>) return 0;
-  // Keys that batch entries share would be packed for each.
+  // Keys that batch entries share would be packed again for each entry.
   if (p.batch > 1 && (p.k.batch_stride == 0 || p.v.batch_stride == 0)) return 0;
   constexpr int64_t kMinVisits = 2;
   int64_t visited = 0, keys = 0;
@@ -87,7 +88,7 @@ int64_t packed_key_bytes(const ForwardJob& job) {
 
 inline int64_t pack_keys_items(const ForwardJob& job) { return PackedKeys(job).count(); }
 
-/// The rows of a tile before they are transposed, and those that are not finite.
+/// Memory for the rows of a tile before they are transposed, and for its rows that are not finite.
 template <class T>
 struct PackingScratch {
   RowTile<T> k, v;

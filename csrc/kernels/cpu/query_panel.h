@@ -51,14 +51,14 @@ struct RowTiles {
   }
 };
 
-/// The sequence of an item, where each of its tiles of rows has `items_of_tile` items.
+/// The sequence that an item belongs to. Each tile of rows has `items_of_tile` items.
 struct ItemOfSequence {
   int64_t batch;
   int64_t tiles;  // of the sequence
-  int64_t index;  // among its items
+  int64_t index;  // of the item, among those of the sequence
 
   ItemOfSequence(const int64_t* tiles_before, int64_t batches, int64_t items_of_tile, int64_t item) {
-    int64_t low = 0, high = batches;  // the last that begins at or before the item
+    int64_t low = 0, high = batches;  // finds the last sequence that begins at or before the item
     while (high - low > 1) {
       const int64_t middle = (low + high) / 2;
       if (tiles_before[middle] * items_of_tile <= item) {

@@ -25,7 +25,7 @@ FLASH_EXT_INLINE T dot(const T* a, const T* b, int64_t dim) {
   return horizontal_sum<T>(sums);
 }
 
-/// The terms of one tile of rows.
+/// Computes the row terms of one tile of rows.
 template <class T>
 void row_term_item(const BackwardJob& job, int64_t item, void* scratch) {
   const BackwardParams& p = job.params;
@@ -51,7 +51,7 @@ void row_term_item(const BackwardJob& job, int64_t item, void* scratch) {
 
 inline int64_t sink_gradient_items(const BackwardJob& job) { return job.params.heads_q; }
 
-/// dsink of one head, summed over batch and queries in order.
+/// Computes dsink of one head, summed over batch and queries in order.
 template <class T>
 void sink_gradient_item(const BackwardJob& job, int64_t head, void*) {
   const BackwardParams& p = job.params;

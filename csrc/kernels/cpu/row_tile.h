@@ -23,7 +23,8 @@ struct RowTile {
   int64_t half_stride = 0;
   bool in_halves = false;  // which of the two holds the rows
 
-  /// Memory for rows of T or, for matrix units, of bfloat16: for either, one at a time.
+  /// Takes memory for rows of T or, for matrix units, of bfloat16. Both use the same memory; in_halves says which it
+  /// holds.
   void take(Arena& arena, int64_t max_rows, int64_t dim_, int64_t stride_, bool for_matrix_units) {
     dim = dim_;
     stride = stride_;
@@ -56,7 +57,7 @@ struct RowTile {
     }
   }
 
-  /// The same for rows for matrix units, one row.
+  /// Sanitises one row of bfloat16, for matrix units.
   void isolate_halves(int64_t r) {
     uint16_t* values = halves + r * half_stride;
     isolated[num_isolated++] = static_cast<int32_t>(r);
@@ -67,7 +68,7 @@ struct RowTile {
   }
 };
 
-/// Keys [begin, end) of k or v.
+/// Loads keys [begin, end) of k or v.
 template <class T>
 void load_keys(RowTile<T>& tile, const TensorView& view, DType dtype, const Sequence& seq, int64_t head, int64_t begin,
                int64_t end) {
@@ -98,7 +99,7 @@ void load_keys(RowTile<T>& tile, const TensorView& view, DType dtype, const Sequ
       for (int64_t d = tile.dim; d < tile.stride; ++d) to[d] = 0;
     }
   }
-  if (tile.in_halves) {  // a weight of 0 meets them
+  if (tile.in_halves) {  // rows behind the last key meet weights of 0, and must be finite
     __builtin_memset(tile.halves + (end - begin) * tile.half_stride, 0,
                      (kBlockN - (end - begin)) * tile.half_stride * sizeof(uint16_t));
   } else {
@@ -121,7 +122,7 @@ void multiply_exactly(T* s, const RowTile<T>& tile, const Operand& b, int64_t la
   }
 }
 
-/// A weight as the products of the other rows have it.
+/// The weight as products of the other rows use it: on matrix units, rounded to bfloat16.
 template <class T>
 FLASH_EXT_INLINE T weight_beside([[maybe_unused]] const RowTile<T>& tile, T weight) {
   if constexpr (kHasMatrixUnits<T>) {

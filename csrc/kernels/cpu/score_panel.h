@@ -66,7 +66,7 @@ void add_alibi(const ScorePanel<T>& scores, const AttentionParams& p, const Pane
   });
 }
 
-/// `count` numbers of a bias, converted.
+/// Loads `count` numbers of a bias, converted.
 template <class T>
 FLASH_EXT_INLINE void load_bias(T* to, const ScoreView& bias, int64_t first, int64_t count) {
   const bool loads_as_row = size_of(bias.dtype) == sizeof(T) || (sizeof(T) == 4 && size_of(bias.dtype) == 2);
@@ -142,7 +142,8 @@ void hide_by_bitmap(const ScorePanel<T>& scores, const KeyTile& tile, int64_t wo
   }
 }
 
-/// Turns the products in `scores` into scores. Only partial tiles look at the masks.
+/// Turns the products in `scores` into scores. The window is applied only where some query of the panel does not see
+/// all these keys, and a block mask only in blocks with a bitmap.
 template <class T>
 void finish_scores(const ScorePanel<T>& scores, const ScoreRules<T>& rules, const Panel<T>& panel, const Sequence& seq,
                    const KeyTile& tile, T* cap_slope = nullptr) {

@@ -1,8 +1,8 @@
 // Vectors of the instruction set that this translation unit is compiled for.
 //
 // Arithmetic is written with the compiler's vector extension, so that one text serves every instruction set. All code
-// of the kernels lives in a namespace named after the set, and none of it uses a standard-library template: a merged
-// copy of one might hold instructions that the machine lacks.
+// of the kernels lives in a namespace named after the set, and none of it uses a standard-library template: the linker
+// merges copies of one, and the copy that it keeps might hold instructions that the machine lacks.
 #pragma once
 
 #include <cstdint>
@@ -120,8 +120,8 @@ FLASH_EXT_INLINE Vec<T> broadcast(T x) {
   return x - Vec<T>{};
 }
 
-// a > b ? a : b and a < b ? a : b, that is b where either is NaN. x86 has an instruction for each, which compilers do
-// not find, since it is neither IEEE's maximum nor the one of the C library.
+// vector_max is a > b ? a : b, and vector_min is a < b ? a : b, so both give b where a or b is NaN. x86 has an
+// instruction for each. Compilers do not find it, since it is neither IEEE's maximum nor the C library's.
 #if defined(__AVX512F__)
 FLASH_EXT_INLINE Vec<float> vector_max(Vec<float> a, Vec<float> b) { return _mm512_max_ps(a, b); }
 FLASH_EXT_INLINE Vec<float> vector_min(Vec<float> a, Vec<float> b) { return _mm512_min_ps(a, b); }

@@ -111,7 +111,7 @@ void multiply(T* s, const T* a, int64_t a_stride, const T* b, int64_t depth, int
       });
 }
 
-/// Each row of a panel times `scale`, a number per column.
+/// Multiplies each row of a panel by `scale`, a number per column.
 template <class T>
 void scale_columns(T* panel, const T* scale, int64_t num_rows) {
   for (int c = 0; c < Shape<T>::kPanel; c += Shape<T>::kLanes) {

@@ -6,7 +6,7 @@
 namespace flash_ext::cpu::FLASH_EXT_ISA {
 
 #if defined(__AVX512F__)
-/// 16 rows of 16 words each become the columns of what is stored, rows of `stride` words.
+/// Stores 16 rows of 16 words transposed: row[r] becomes column r. The stored rows are `stride` words apart.
 FLASH_EXT_INLINE void store_transposed(uint32_t* to, int64_t stride, __m512i (&row)[16]) {
   __m512i pairs[16];
 #pragma GCC unroll 8
@@ -38,7 +38,7 @@ FLASH_EXT_INLINE void store_transposed(uint32_t* to, int64_t stride, __m512i (&r
 }
 #endif
 
-/// Row-major rows of `stride` numbers out of a panel (num_rows, kPanel): to[lane][row] = panel[row][lane].
+/// Stores a panel (num_rows, kPanel) as row-major rows of `stride` numbers: to[lane][row] = panel[row][lane].
 template <class T>
 void store_lanes(T* to, int64_t stride, const T* panel, int64_t num_rows) {
   constexpr int kPanel = Shape<T>::kPanel;

@@ -84,7 +84,7 @@ class WeightsTile {
     alignas(64) T shift[kPanel] = {};
     for (int lane = 0; lane < panel_.count; ++lane) {
       const T lse = *query_lse<T>(p_.lse, seq_, panel_.query[lane], rows_.first_head);
-      shift[lane] = lse == -static_cast<T>(kInfinity) ? -lse : lse;  // saw nothing: all 0
+      shift[lane] = lse == -static_cast<T>(kInfinity) ? -lse : lse;  // a query that saw no key: all weights 0
     }
     scores.for_each_vector([&](int64_t, int c, T* s) { store(s, probability<T>(load(s), load(shift + c))); });
   }
