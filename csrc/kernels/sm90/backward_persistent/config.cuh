@@ -6,8 +6,9 @@
 
 namespace flash_ext::sm90 {
 
-/// The pipelined loop in persistent CTAs: products of one key tile overlap those of the next. kTurns: additions to dQ
-/// take turns in a kernel of its own: at head_dim 64 a test for turns would slow down other calls.
+/// The pipelined loop in persistent CTAs: while dQ of the last steps of a key tile is computed and its dK and dV leave,
+/// the next tile is loaded and its first products run. kTurns: additions to dQ take turns in a kernel of its own: at
+/// head_dim 64 a test for turns would slow down other calls.
 template <class Element, int kHeadDim, TurnTaking kTurns_ = TurnTaking::kNever>
 struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, BackwardShapeKind::kPersistent> {
   using Base = BackwardNarrowConfig<Element, kHeadDim, 3, BackwardShapeKind::kPersistent>;
