@@ -8,9 +8,9 @@
 
 namespace flash_ext::sm90 {
 
-/// One warp of this warpgroup. When dS of step m is complete, all products of m - 1 are over, so Q of m + 2 and dO of m
-/// + 1 are loaded. The bias of m + 1 is loaded earlier, when all warps have computed P of m: the warpgroups may be half
-/// a step apart, and the first one must not wait for dS of the second.
+/// One warp of this warpgroup. When dS of step m is complete, all products of m - 1 are over, so Q of m + 2 and dO of
+/// m + 1 are loaded. The bias of m + 1 is loaded earlier, when all warps have computed P of m: the warpgroups may be
+/// half a step apart, and the first one must not wait for dS of the second.
 template <class Config>
 class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>> {
   using Base = BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>;

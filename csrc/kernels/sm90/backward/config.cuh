@@ -18,7 +18,7 @@ struct BackwardPipelinedConfig : BackwardPipelinedBase<Element, kHeadDim, kLists
   static constexpr bool kBiased = kBiased_;
   static constexpr bool kFindsSteps = false;  // whether a mask of pairs leaves out steps
   static constexpr bool kSkipsTurns = false;  // whether CTAs whose keys are all hidden pass turns
-  static constexpr int kDsSteps = 2;          // of dK's product with dS in registers: there are not enough for all
+  static constexpr int kDsSteps = 2;          // of dK's product, with dS in registers, which do not suffice for all
   static constexpr int kBiasOffset = Base::kTilesBytes;
   static constexpr int kBiasPanelBytes = kBiased ? panel_bytes(Base::kBlockM) : 0;  // of a warpgroup's keys, in 16 bits
   static constexpr int kTilesBytes = kBiasOffset + Base::kWarpgroups * kBiasPanelBytes;

@@ -1,4 +1,5 @@
-// The warpgroup that loads tiles, into three stages of Q and dO, and computes dQ and adds it to memory.
+// The warpgroup that loads tiles, into three stages of Q and as many of dO (two with a bias of pairs), and computes dQ
+// and adds it to memory.
 #pragma once
 
 #include "kernels/ptx/wgmma_across.h"

@@ -26,7 +26,7 @@ struct BackwardF32Config {
   // With less than 136, ptxas makes the products of half a panel of dQ wait for each other.
   static constexpr int kRegisters = kHasHalf ? 184 : 192, kDqRegisters = kHasHalf ? 136 : 120;
 
-  // Q and dO have two slots each, of a subtile: at head_dim 128 they hold one tile, at 64 two.
+  // Q and dO have two slots each, of a subtile: at head_dim 64 they hold two tiles, beyond it one.
   static constexpr int kQuerySlots = 2, kTiles = kQuerySlots / kPanels;
   static constexpr int kDsSlots = kTiles;  // of P, and then of dS
   static constexpr int kKeyBytes = kPanels * kSubtileBytes;

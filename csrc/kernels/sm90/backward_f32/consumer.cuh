@@ -55,8 +55,9 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
     if constexpr (Config::kHasHalf) zero_accumulators(sum_.half);
   }
 
-  /// Computes x = A B^T, up to head_dim 128 with the bits of the forward's Q K^T, from which lse was computed. wait(i)
-  /// waits for subtile i of B. Beyond, a CTA's columns are two sums, because tensor cores round every sum towards zero.
+  /// Computes x = A B^T; wait(i) waits for subtile i of B. Up to head_dim 128 x has the bits of the forward's Q K^T,
+  /// from which lse was computed. Beyond, a CTA's columns are two sums, because tensor cores round every sum towards
+  /// zero.
   template <class Wait, class SubtileOfA, class SubtileOfB>
   __device__ __forceinline__ static void multiply(Products::Tile& x, Wait wait, SubtileOfA a, SubtileOfB b) {
     Products::Tile rest, second;

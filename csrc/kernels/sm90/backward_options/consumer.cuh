@@ -343,7 +343,8 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     return 32 * ptx::reread(static_cast<uint32_t>(warp_)) + ptx::reread(static_cast<uint32_t>(lane_));
   }
   /// Draws which weights of a step are kept, while the step before adds up. The warps then wait for each other, even in
-  /// steps in which they see nothing: so all have read the words of two steps before, which lay in the same slot.
+  /// steps in which they see nothing. So when they draw for a step, all have read the words of two steps before, which
+  /// lie in the same slot: they did so before they met in the step between.
   __device__ __forceinline__ void draw(const StepMetadata& metadata, At at) const {
     if (this->sees(metadata.tile)) {
       const uint32_t word = word_of_lane();

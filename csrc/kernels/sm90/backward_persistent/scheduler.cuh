@@ -99,7 +99,7 @@ struct BackwardListedTable<true> {
 template <class Config>
 struct BackwardTileTable : BackwardListedTable<Config::kListsBlocks> {
   BackwardWorkTile<Config>* tiles;  // (count): key tiles or splits of them; with no heads: nothing to do
-  uint32_t* taken;                  // (1): positions that CTAs took; without turns, after the first of each
+  uint32_t* taken;                  // (1): positions that CTAs took; without turns, besides the first of each
   uint32_t count;
 };
 

@@ -87,7 +87,8 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
     this->release(storage_.ds_empty);
     wait_for(storage_.other_ds_full, parity);
     read_ds(ds[1], Config::kOtherDsOffset);
-    // The copy of the other CTA's dS has been read, so it is over: the other CTA may overwrite that dS.
+    // The copy of the other CTA's dS has been read, so it is over: the other CTA may overwrite that dS, and copy the
+    // next one here.
     if (lane_ == 0) ptx::cluster_arrive(ptx::cluster_address(address(storage_.ds_empty), rank_ ^ 1));
     if (!Base::workspace_.dq) return;
 

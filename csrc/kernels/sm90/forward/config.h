@@ -62,8 +62,8 @@ struct ForwardConfig {
   static constexpr int kValueBytes = tile_bytes(kBlockN, kHeadDimV);
   static constexpr int kOutBytes = tile_bytes(kWarpgroupRows, kHeadDimV);
   static constexpr bool kOutInRings = kShape.out_in_rings, kOutInShared = !kShape.stores_registers;
-  // With dropout, the random bits of keys (ForwardVisibleStorage) take the room of a bias tile, except where there are
-  // three.
+  // With dropout, the random bits of keys (ForwardVisibleStorage) take the room of one part of a bias per warpgroup,
+  // except where a warpgroup has room for three.
   static constexpr int kBiasSlots = kShape.bias_slots - (kDrops && kShape.bias_slots != 3 ? 1 : 0);
   // Slots of Q: while out of a query tile leaves through its Q's slot, the next Q is loaded into the other.
   static constexpr int kQuerySlots = kOutInRings || !kOutInShared ? 1 : 2;

@@ -187,7 +187,7 @@ class ForwardEpilogue : public ForwardRows<Config> {
   }
 
  private:
-  /// Does so with `p`, whose masks say which rows see which keys.
+  /// The same with the parameters `p`, whose masks say which rows see which keys.
   __device__ __forceinline__ void add_hidden_non_finite(const WorkTile& work_tile, const AttentionParams& p) const {
     const Sequence& sequence = work_tile.sequence;
     const TileSpan tiles = work_tile.rows[warpgroup_];

@@ -65,7 +65,8 @@ class CacheTiles {
   __device__ __forceinline__ int copies() const { return call_.copies; }
   __device__ __forceinline__ int copy_rows() const { return call_.copy_rows; }
 
-  /// Finds the rows that this lane copies of the tile, and issues the load of its page number in the next tile.
+  /// Finds the rows that this lane copies of the tile, and issues the load of the page number of its copy of the next
+  /// tile.
   __device__ __forceinline__ Keys take(int rank) {
     if (seq_.block_table) {
       const uint32_t position = position_in(rank);

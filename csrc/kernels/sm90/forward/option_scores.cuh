@@ -98,9 +98,9 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
 
   __device__ __forceinline__ bool has_bias() const { return kOnlyBias || (!kOnlyMask && options_.adds_bias); }
 
-  /// As ForwardEpilogue's, but a row with a low stabiliser does not fail, because it updated its row max until the end.
-  /// Neither does a row without a stabiliser, of which masks leave nothing. With a bias it fails if the window has keys
-  /// for it: the lowest finite bias may have become -inf.
+  /// As ForwardEpilogue's, except for rows with a low stabiliser or with none, which updated their row max until the
+  /// end. A row with a low one does not fail. A row without one, of which masks leave nothing, fails only if there is a
+  /// bias and the window has keys for it: the lowest finite bias may have become -inf.
   __device__ __forceinline__ void find_failures(WorkTile& work_tile) const {
     const TileCoordinates<false> at = this->coordinates(work_tile, 0);
     bool failed = false, overflowed = false;

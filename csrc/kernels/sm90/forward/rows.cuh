@@ -206,7 +206,7 @@ class ForwardRows {
     if (!is_full(work_tile, tile)) hide_outside_window(s, coordinates(work_tile, tile), work_tile.sequence);
   }
 
-  /// Turns products into base-2 scores. hide() must come later.
+  /// Turns products into base-2 scores. hide(), where pairs may be hidden, comes after it.
   __device__ __forceinline__ void apply_options(Scores& s, const WorkTile& work_tile, int tile) const {
     if constexpr (Config::kScoreOptions) {
       const ScoreRules<Element> rules = this->rules(work_tile);

@@ -12,7 +12,8 @@ namespace flash_ext::sm90 {
 
 /// Named barriers. 0 is __syncthreads(). Consumer warpgroups are counted from 0.
 enum ForwardBarrier : int {
-  // Of one consumer warpgroup: for its votes, and so that out is written before Inf and NaN are added to it.
+  // Of one consumer warpgroup: for its votes; so that rows of Q are zeroed before they are multiplied; and so that out
+  // is written before Inf and NaN are added to it.
   kWarpgroup0 = 1,
   kWarpgroup1 = 2,
   kWarpgroup2 = 3,

@@ -1,9 +1,9 @@
 // The traversal of the key tiles that a block mask lists.
 //
 // The loop is the plain one (traverse_range.cuh), driven by a list. A query tile lies within one row of blocks. The
-// producer walks the list of that row, so that K and V of the next blocks, and of the next query tile, load while a
-// block is computed. A full block sets the row stabilisers if it is the first one, and otherwise takes a step with a
-// fixed row max. A block with a bitmap updates the row max. Query tiles come longest first
+// producer walks the list of that row, so that K and V of the next blocks, and of the next query tile, are loaded
+// while a block is computed. A full block sets the row stabilisers if it is the first one, and otherwise takes a step
+// with a fixed row max. A block with a bitmap updates the row max. Query tiles come longest first
 // (common/scheduler/longest_first.h).
 #pragma once
 

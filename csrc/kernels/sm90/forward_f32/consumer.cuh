@@ -61,7 +61,7 @@ class ForwardF32Consumer {
   }
 
   __device__ __forceinline__ void load_query(const WorkTile& work_tile, char* s_query) const {
-    wait_for_warpgroup();  // all warps have finished with the Q before
+    wait_for_warpgroup();  // all warps have finished with the previous Q
     load_subtiles<kPanels, false>(s_query, query_rows<float>(p_.q, work_tile.sequence), first_row(work_tile),
                                   work_tile.end_query, static_cast<int>(p_.head_dim),
                                   ptx::reread(thread_of_warpgroup()));

@@ -6,9 +6,9 @@
 // reads K and V, splits them, and fills a ring of subtiles, which have as many columns as a tile has keys. A step of a
 // consumer warpgroup:
 //   for each subtile of K: wait for it; S += Q K^T, in several sums: of the largest products, and of the others
-//   S is complete: release the subtiles; r = max, P = e^(S - r) in registers, split
-//   for each subtile of V: wait for it; its columns of P V, from zero
-//   P V is complete: release the subtiles; O = O e^(old r - r) + P V
+//   S is complete: r = max, P = e^(S - r) in registers, split
+//   for each subtile of V: wait for it; its columns of P V, from zero; O = O e^(old r - r) + P V in these columns
+// A subtile is released when its products are complete.
 // While one warpgroup computes its exponentials, tensor cores work for the others.
 //
 // Tensor cores round sums towards zero. So no sum in them extends over more than the head dim or 64 keys.

@@ -1,13 +1,13 @@
 // Options in the pipelined loop of the backward: softcap, ALiBi, bias, masks and dropout.
 //
 // A consumer prepares a step while S of this step and dK of the step before are multiplied, which is its longest wait.
-// Then it computes random bits and reads slopes and per-key biases. That takes issue slots but hardly time, as long as
-// nothing waits: a load that arrives late delays the exponentials. So loads from outside shared memory, and data of
-// other warps, are requested earlier, while dP of the step before is multiplied. Work on scores and on dS does take
-// time, so each option has a kernel of its own.
+// Meanwhile it computes random bits and reads slopes and per-key biases. That takes issue slots but hardly time, as
+// long as nothing waits: a load that arrives late delays the exponentials. So loads from outside shared memory, and
+// data of other warps, are requested earlier, while dP of the step before is multiplied. Work on scores and on dS does
+// take time, so each option has a kernel of its own.
 //
 // Data that options read, and when it may be overwritten:
-//   kept words      Philox words in which dropout's kept weights are bits. Computed in prepare(m - 2), a word a lane,
+//   kept words      Philox words in which dropout's kept weights are bits. Computed in prepare(m - 1), a word a lane,
 //                   written in prepare_ahead(m - 1), read in prepare(m). kept_full: the warpgroup has written them;
 //                   kept_empty: all its warps have read them.
 //   per-key biases  in shared memory, 16 keys for each warp, of one head. Where heads differ, the warp writes them anew

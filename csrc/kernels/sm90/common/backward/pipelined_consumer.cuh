@@ -471,8 +471,8 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     ptx::wgmma_commit();
   }
   /// Starts dK += dS Q. A warp reads the rows of dS in shared memory that it has written itself, after its own proxy
-  /// fence alone. PTX does not promise that a warp of a warpgroup reads no other rows of A; GPUs of compute capability
-  /// 9.0 do so.
+  /// fence alone. PTX does not promise that a warp of a warpgroup reads only its own rows of A, but on compute
+  /// capability 9.0 it does.
   __device__ __forceinline__ static void start_ds_sum(Sum& sum, const Weights& ds, uint32_t ds_rows, uint32_t queries) {
 #pragma unroll
     for (int k = 0; k < Tile::kSteps; ++k) {

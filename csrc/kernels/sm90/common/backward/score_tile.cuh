@@ -22,7 +22,7 @@ struct BackwardTile {
   static constexpr int kN = kBlockM / 8;
   static constexpr int kSteps = kBlockM / 16;  // of products over queries
   using Scores = float[1][kN][4];
-  using Weights = uint32_t[kSteps][4];  // P or dS, as an operand: register 4 k + e has pair r of accumulator n, 2 n + r
+  using Weights = uint32_t[kSteps][4];  // P or dS as an operand: pair r of accumulator n in register 4 k + e = 2 n + r
 
   /// Calls f(x, term, n, e) for every score and its query's term of s_terms.
   template <class F>
@@ -148,8 +148,8 @@ struct BackwardTile {
     }
   }
 
-  /// Where the lane's row begins in a panel whose rows are queries and whose columns are the 64 keys of four warps. A
-  /// lane names a row of one of four 8 x 8 matrices: two of queries by two of keys.
+  /// Where the lane's row of the warp's part of a panel begins. The panel's rows are queries, and its columns the 64
+  /// keys of four warps. A lane names a row of one of four 8 x 8 matrices: two of queries by two of keys.
   __device__ __forceinline__ static uint32_t row_of_lane(uint32_t s_panel, int warp, int lane) {
     const int at = ptx::reread(lane), row = at % 8 + at / 16 * 8;
     const uint32_t chunk = (2 * warp + at / 8 % 2) ^ (at % 8);

@@ -9,8 +9,8 @@
 namespace flash_ext::sm90 {
 
 /// Slots for the metadata of found steps: one more than stages of Q. That of step m + 2 is written when dS of step m is
-/// complete. By then dQ's warps have released dS of m - 2, and so have read its metadata, but they may not have begun m
-/// - 1.
+/// complete. By then dQ's warps have released dS of m - 2, and so have read its metadata, but they may not have begun
+/// m - 1.
 constexpr int kMetadataSlots = 4;
 
 /// The query tiles that a CTA loops over, with the stage of their Q and dO. They are kept in uniform registers, from
