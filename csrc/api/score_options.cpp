@@ -128,8 +128,8 @@ void check_block_mask(const Argument& q, const Geometry& g, const ScoreOptions& 
   check_block_shapes(g, options);
 }
 
-/// The longest sequence, as the plan sees it. A loose max_seqlen costs nothing: it gives the shape of bias, mask and
-/// weights, while the work follows the rows that exist.
+/// The longest sequence, as the plan and the kernels see it. A loose max_seqlen costs nothing: it gives the shape of
+/// bias, mask and weights, while the work follows the rows that exist.
 int64_t longest_query(const Geometry& g, const ScoreOptions& options) {
   return g.varlen_q ? longest_sequence(*options.cu_seqlens_q, std::min(g.seqlen_q, g.total_q)) : g.seqlen_q;
 }

@@ -106,8 +106,8 @@ class SplitChoice {
     const double busy = static_cast<double>(keys_.count) / static_cast<double>(slots_) * (tiles_.cta + mean_);
     double least = kWorthSplitting * cycles(unsplit);
     if (least <= busy) return unsplit;
-    // Full waves of tiles may stay whole. Not of packed sequences: which tiles come first depends on whether they are
-    // listed.
+    // Full waves may stay whole if all tiles cost about the same. Tiles of packed sequences may not: which of them come
+    // first depends on whether they are listed.
     const int64_t full_waves = is_even() && !keys_.packed ? keys_.count / slots_ : 0;
     KeyTileSchedule found = unsplit;
     for (int64_t splits = 2; splits <= kMostSplits; ++splits) {
@@ -160,8 +160,8 @@ int64_t heads_in_l2(const Problem& p, int64_t seqlen_q) {
   return heads;
 }
 
-/// The largest power of two up to `most`, at least 1. Numbers of batch entries and heads are mostly multiples of powers
-/// of two. With sections of such a size, no section is smaller than the others.
+/// The largest power of two up to `most`, at least 1. Numbers of batch entries and heads are mostly made of powers of
+/// two, so sections of such a size mostly divide all heads, and no section is smaller than the others.
 int64_t power_of_two_up_to(int64_t most) {
   int64_t power = 1;
   while (2 * power <= most) power *= 2;

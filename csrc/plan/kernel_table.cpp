@@ -74,8 +74,8 @@ constexpr KernelRow kTable[] = {
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, sm90::kMaxNarrowHeadDim, kSm90Backward,
      kWgmmaAndTma, choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true, DecodeSplits::kForSms,
      overlaps_sm90_backward},
-    // This kernel does not serve `deterministic` with options: the rows above have taken the calls of this kind that
-    // have a kernel.
+    // This kernel does not serve `deterministic` with options: the rows above have taken those of these calls that
+    // kernels for compute capability 9.0 serve.
     {KernelId::kSm90BackwardOptions, "sm90/backward_options", &kHopper, kBackward, kHalf, 64, kSm90BackwardOptions,
      kWgmmaAndTma, choose_sm90_backward_options_tiles, sm90_backward_options_tiles, nullptr, false, true},
     // For wider heads, shared memory has no room for a wide bias together with masks or dropout. A per-key bias would

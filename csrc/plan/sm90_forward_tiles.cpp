@@ -132,8 +132,8 @@ void choose_key_splits(Draft& draft, const sm90::HeadDims& dims, const sm90::For
   if (!chosen.reason.empty()) draft.because(chosen.reason);
 }
 
-/// Chooses the order in which CTAs take query tiles. A work list orders packed sequences; explain_work_list() explains
-/// it.
+/// Chooses the order in which CTAs take query tiles, unless packed sequences have a work list: the list is the order
+/// then, and explain_work_list() says so.
 void choose_head_order(Draft& draft, const sm90::ForwardShape& shape, bool has_options, bool equal_lengths) {
   const Problem& p = draft.p;
   const int64_t heads = p.batch * p.heads_q;

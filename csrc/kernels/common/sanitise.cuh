@@ -21,7 +21,7 @@ struct NonFinite {
       std::is_same_v<Element, __half> ? 0x04000400u : (sizeof(Element) == 2 ? 0x00800080u : 0x00800000u);
   static constexpr uint32_t kSign = sizeof(Element) == 2 ? 0x80008000u : 0x80000000u;
   static constexpr int kMagnitudeBits = sizeof(Element) == 2 ? 15 : 31;  // below the sign
-  // 2^60, or the largest number of float16: far beyond any product's, and small enough for sums in float.
+  // 2^60, which is far larger than any product and small enough for sums in float; for float16, its largest number.
   static constexpr uint32_t kLarge =
       std::is_same_v<Element, __half> ? 0x7BFF7BFFu : (sizeof(Element) == 2 ? 0x5D805D80u : 0x5D800000u);
 

@@ -21,7 +21,7 @@ namespace flash_ext {
 struct BackwardOptions : ScoreFactors {
   const float* slopes;  // ALiBi slopes, from the first head on; null = none
   bool biased, masks, hides, drops;
-  uint32_t batch_head;  // Philox counter of the first head
+  uint32_t batch_head;  // word of the Philox counter, for the first head
   PhiloxKey key;
 
   /// `per_natural`: kPerNatural of the unit of scores.

@@ -51,8 +51,8 @@ struct VisibilityTileOfCta {
 };
 
 /// Reads a tile of a mask: calls store(row, chunk, bits) for each 16 keys of a row, with bits of 0 for queries for
-/// which exists(i) is false. `any` and `all` then say whether the mask leaves any pair and all pairs; `all` must be
-/// true before. The whole CTA calls it.
+/// which exists(i) is false. `any` and `all` then say, in all threads, whether the mask leaves any or all of the pairs
+/// that exist; `all` must be true before. The whole CTA calls it.
 template <int kBlockM, int kBlockN, class Exists, class Store>
 __device__ __forceinline__ void read_mask_tile(const MaskRows& mask, int first_query, int first_key, int seqlen_k,
                                                bool& any, bool& all, Exists exists, Store store) {

@@ -72,8 +72,7 @@ FLASH_EXT_LANES_CODE int64_t bound(const IntervalListsParams& p, int64_t n) {
   return p.bounds_are_int64 ? static_cast<const int64_t*>(p.bounds)[n] : static_cast<const int32_t*>(p.bounds)[n];
 }
 
-/// Finds the range of spans in which all spans of a batch entry lie that hold queries of a row, in whatever order they
-/// are.
+/// Finds a range that includes every span of the batch entry with queries of a row. Spans may have any order.
 FLASH_EXT_LANES_CODE BlockRow block_row(const IntervalListsParams& p, int number, const Lanes& lanes) {
   BlockRow at = {number / p.rows, number % p.rows, 0, 0};
   if (p.rule != IntervalRule::kSpans) return at;

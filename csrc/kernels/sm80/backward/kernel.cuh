@@ -17,7 +17,7 @@
 // same code, half a step apart. Q(m + 1) is loaded during 2 m + 1, dO(m) during 2 m: two stages of Q, one of dO.
 //
 // Options: only the P warps know the derivative of the softcap, so they multiply the P^T that the dS warps get by it.
-// The dS warps compute the Philox random bits, also those that the P warps need, half a step earlier.
+// The dS warps compute the Philox random bits, also those that the P warps need: those of step m + 1 during 2 m.
 //
 // dQ is summed over the CTAs by atomic additions to float tiles (common/backward/dq_store.cuh). Deterministic:
 // additions to a tile take turns, from its last keys to its first, which is the order in which CTAs take their keys.

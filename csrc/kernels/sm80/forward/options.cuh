@@ -151,7 +151,8 @@ struct OptionTiles {
   }
 
   /// Finds the next tile to visit, from `tile` down to `last`: one in which the masks leave something. words_of(words)
-  /// then has the words of a block mask, and `seen` the visible_tiles() of the group of that tile. Ends with a barrier.
+  /// then has the words of a block mask. `seen` must have the visible_tiles() of the group of the tile visited before,
+  /// or of `tile`; it then has those of the group of the tile found. Ends with a barrier.
   __device__ __forceinline__ MaskedTile find(int tile, int last, int words, uint32_t& seen) const {
     bool partly = false;
     if constexpr (Config::kReads) {

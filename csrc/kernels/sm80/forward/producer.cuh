@@ -57,7 +57,8 @@ struct ForwardLoads : ForwardWarp<Config> {
     for (int m = 0; m < kM; ++m) Products::load_a(a[m], s_lane, warp_row + 16 * m, step);
   }
 
-  /// Waits for the copies under way, finds the next tile to visit, and starts the copies of this step.
+  /// Waits for copies under way, except V's in the first step without masks, and finds the next tile to visit. Then
+  /// starts copies: with one stage, of this step's V, unless it is the first step; with two, of the next K and V.
   __device__ __forceinline__ MaskedTile begin_step(int tile, bool first, int last_tile) {
     const Source keys = keys_of(work_tile), values = values_of(work_tile);
     options().share_random_bits(seeds, tile);

@@ -13,7 +13,7 @@
 
 namespace flash_ext::sm80 {
 
-/// Computes the gradient of the products q . k, and adds the sums of the rows of dS to `sum`.
+/// Computes the gradient of the products q . k, and adds the lane's share of the row sums of dS to `sum`.
 template <class Element>
 __device__ __forceinline__ void product_gradient(ScoreFragment& ds, const ScoreTile<Element>& tile,
                                                  const BackwardParams& p, float (&sum)[2]) {
