@@ -34,14 +34,14 @@ TileRange query_tiles(const Problem& p, const BackwardTiles& tiles, int64_t seql
   return tile_range(first, end, seqlen_q, transposed(window), tiles.block_m);
 }
 
-struct KeyTiles {
+struct KeyTileCounts {
   bool packed = false;  // then lengths are the mean: the bound on the longest decides nothing
   int64_t count = 0;    // key tiles of all heads and batch entries
   int64_t of_sequence = 0;
   int64_t most_queries = 0;  // the most query tiles of a head that see a key tile
   double mean_queries = 0;
 
-  KeyTiles(const Problem& p, const BackwardTiles& tiles) {
+  KeyTileCounts(const Problem& p, const BackwardTiles& tiles) {
     constexpr int64_t kMostSamples = 16;
     const int64_t seqlen_q = mean_length(p, p.seqlen_q, p.total_q), seqlen_k = mean_length(p, p.seqlen_k, p.total_k);
     packed = p.total_k > 0;
@@ -74,7 +74,7 @@ double makespan(double count, double slots, double longest, double shortest) {
 
 class SplitChoice {
  public:
-  SplitChoice(const Problem& p, const BackwardTiles& tiles, const KeyTiles& keys)
+  SplitChoice(const Problem& p, const BackwardTiles& tiles, const KeyTileCounts& keys)
       : tiles_(tiles),
         group_(p.heads_q / p.heads_kv),
         slots_(std::max<int64_t>(p.num_workers / tiles.cluster, 1)),
@@ -130,11 +130,11 @@ class SplitChoice {
 
   const BackwardTiles& tiles_;
   const int64_t group_, slots_;
-  const KeyTiles& keys_;
+  const KeyTileCounts& keys_;
   const double longest_, mean_;  // cycles of a tile's steps
 };
 
-std::string reason_of(const SplitChoice& choice, const BackwardTiles& tiles, const KeyTiles& keys,
+std::string reason_of(const SplitChoice& choice, const BackwardTiles& tiles, const KeyTileCounts& keys,
                       const KeyTileSchedule& schedule) {
   constexpr double kCyclesOfMicrosecond = 1700;
   const KeyTileSchedule unsplit{schedule.section_heads};
@@ -191,7 +191,7 @@ int64_t section_heads(const Problem& p, int64_t slots, int64_t tiles_of_head) {
 double BackwardTiles::cta_of_split() const { return cta + slot_bytes() / static_cast<double>(cluster) / kStoreBytes; }
 
 BackwardSchedulePlan plan_backward_schedule(const Problem& problem, const BackwardTiles& tiles, bool explain) {
-  const KeyTiles keys(problem, tiles);
+  const KeyTileCounts keys(problem, tiles);
   const SplitChoice choice(problem, tiles, keys);
   KeyTileSchedule schedule;
   if (tiles.in_sections) schedule.section_heads = section_heads(problem, choice.slots(), keys.of_sequence);

@@ -423,8 +423,9 @@ def test_every_kernel_has_a_room_and_a_problem() -> None:
     rooms = {name for name in _plan.KERNELS if not name.startswith("cpu/")}
     assert all(list((folder / room / "inst").glob("*.cu")) for room in rooms)
     found = set()
+    capabilities = [80, *(architecture.compute_capability for architecture in _plan.SPECIAL_ARCHITECTURES)]
     for operation, device, capability, dtype, seqlen_q in itertools.product(
-        ["forward", "backward", "weights", "weights_backward", "decode"], ["cpu", "cuda"], [80, 90],
+        ["forward", "backward", "weights", "weights_backward", "decode"], ["cpu", "cuda"], capabilities,
         ["bfloat16", "float32"], [1, 4096],
     ):  # fmt: skip
         fields = {"compute_capability": capability, "dtype": dtype, "seqlen_q": seqlen_q, "has_bias": True}

@@ -77,7 +77,7 @@ constexpr double kMinFlopsPerThread = 2e6;
 
 /// Runs every item of the operation. `flops` is an estimate for all of them together.
 template <class Job>
-void run(const Operation<Job>& operation, const Job& job, double flops, ParallelFor parallel_for) {
+void run(const JobFunctions<Job>& operation, const Job& job, double flops, ParallelFor parallel_for) {
   const int64_t items = operation.items(job);
   if (items <= 0) return;
   const int64_t scratch_bytes = operation.scratch_bytes(job);

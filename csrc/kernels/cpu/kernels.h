@@ -43,7 +43,7 @@ struct BackwardJob {
 
 /// An operation over the items of a job.
 template <class Job>
-struct Operation {
+struct JobFunctions {
   int64_t (*items)(const Job&);
   int64_t (*scratch_bytes)(const Job&);
   void (*run)(const Job&, int64_t item, void* scratch);
@@ -56,18 +56,18 @@ struct Kernels {
 
   int64_t (*packed_key_bytes)(const ForwardJob&);  // 0 where nothing is to be packed beforehand
 
-  Operation<ForwardJob> clear_forward;
-  Operation<ForwardJob> pack_keys;
-  Operation<ForwardJob> forward;
-  Operation<ForwardJob> merge_splits;
-  Operation<ForwardJob> max_logit;
-  Operation<WeightsJob> weights;
-  Operation<BackwardJob> clear_backward;
-  Operation<BackwardJob> row_terms;
-  Operation<BackwardJob> gradients;
-  Operation<BackwardJob> reduce_dq;
-  Operation<BackwardJob> bias_gradient;
-  Operation<BackwardJob> sink_gradient;
+  JobFunctions<ForwardJob> clear_forward;
+  JobFunctions<ForwardJob> pack_keys;
+  JobFunctions<ForwardJob> forward;
+  JobFunctions<ForwardJob> merge_splits;
+  JobFunctions<ForwardJob> max_logit;
+  JobFunctions<WeightsJob> weights;
+  JobFunctions<BackwardJob> clear_backward;
+  JobFunctions<BackwardJob> row_terms;
+  JobFunctions<BackwardJob> gradients;
+  JobFunctions<BackwardJob> reduce_dq;
+  JobFunctions<BackwardJob> bias_gradient;
+  JobFunctions<BackwardJob> sink_gradient;
 };
 
 /// The operations of one instruction set.

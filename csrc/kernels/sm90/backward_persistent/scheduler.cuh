@@ -10,11 +10,11 @@
 namespace flash_ext::sm90 {
 
 /// The tiles of row terms that the steps of a key tile touch.
-struct RowTiles {
+struct RowTermTiles {
   int first, count;
 
   template <class Config>
-  __device__ __forceinline__ explicit RowTiles(const BackwardWorkTile<Config>& work_tile) {
+  __device__ __forceinline__ explicit RowTermTiles(const BackwardWorkTile<Config>& work_tile) {
     constexpr int kBlockM = Config::kBlockM;
     const int begin = work_tile.tiles.begin * kBlockM,
               end = min(work_tile.tiles.end * kBlockM, work_tile.sequence.seqlen_q);
@@ -27,7 +27,7 @@ struct RowTiles {
 template <class Config>
 __device__ __forceinline__ void find_large_lse_of_all(const BackwardWorkspace& workspace,
                                                       BackwardWorkTile<Config>& work_tile, int lane) {
-  const RowTiles rows(work_tile);
+  const RowTermTiles rows(work_tile);
   if (!__any_sync(~0u, finds_large_lse(workspace, work_tile.workspace_tile + rows.first, rows.count, work_tile.heads,
                                        lane, 32)))
     return;
@@ -64,7 +64,7 @@ __device__ __forceinline__ void look_at_keys(const BackwardParams& p, const Back
   if (!__any_sync(~0u, sees)) {
     work_tile.tiles.end = work_tile.tiles.begin;
   } else if (__any_sync(~0u, hides)) {
-    const RowTiles rows(work_tile);
+    const RowTermTiles rows(work_tile);
     if (__any_sync(~0u, finds_non_finite(workspace, work_tile.workspace_tile + rows.first, rows.count, work_tile.heads,
                                          lane, 32)))
       work_tile.tiles.full_begin = work_tile.tiles.full_end = work_tile.tiles.end;

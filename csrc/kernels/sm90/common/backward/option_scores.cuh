@@ -124,7 +124,7 @@ class BackwardOptionScores {
   }
   __device__ __forceinline__ const ListedQueries& found() const { return found_; }
 
-  __device__ __forceinline__ void make_weights(Weights& p, Weights& ds, const Scores& s, const Terms& lse,
+  __device__ __forceinline__ void softmax_step(Weights& p, Weights& ds, const Scores& s, const Terms& lse,
                                                float scale) const {
     Weights& whole = kDrops ? ds : p;
     if constexpr (Config::kBiased) {

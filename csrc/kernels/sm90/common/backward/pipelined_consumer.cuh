@@ -41,7 +41,7 @@ class BackwardPlainScores {
   __device__ __forceinline__ void prepare_ahead(const BackwardStepsOf<Config>&) {}
   /// Runs while the scores of a step are multiplied.
   __device__ __forceinline__ void prepare(const BackwardStepsOf<Config>&) {}
-  __device__ __forceinline__ void make_weights(Weights& p, Weights&, const Scores& s, const Terms& lse,
+  __device__ __forceinline__ void softmax_step(Weights& p, Weights&, const Scores& s, const Terms& lse,
                                                float scale) const {
     Tile::softmax_step(p, s, lse, scale);
   }
@@ -212,7 +212,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     while (!kHasTails || !step.is_past_end()) {
       // Barriers are tested ahead of need: a test takes as long as a wait for a barrier that is already complete.
       const bool has_grads = ptx::mbarrier_test(address(storage_.do_full[step.grad_stage()]), step.grad_parity());
-      rules_.make_weights(p, ds, s, terms, scale_);
+      rules_.softmax_step(p, ds, s, terms, scale_);
       if (hides) hide_weights(p, ds, visible);
       rules_.sanitise_hidden(p);
       rules_.drop(p, ds);
