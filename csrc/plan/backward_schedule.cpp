@@ -15,9 +15,9 @@ namespace {
 
 // ---- Costs, in cycles of an H200 at full load -----------------------------------------------------------------------
 
-constexpr double kStoreBytes = 40;       // bytes per clock of an SM that stores dK and dV of a split
-constexpr double kCombineBytes = 2400;   // bytes per clock of all SMs together when they add up splits
-constexpr double kCombineLaunch = 2500;  // cycles
+constexpr double kStoreBytesPerClock = 40;      // bytes per clock of an SM that stores dK and dV of a split
+constexpr double kCombineBytesPerClock = 2400;  // bytes per clock of all SMs together when they add up splits
+constexpr double kCombineLaunch = 2500;         // cycles
 
 // ---- Key tiles and the query tiles that see them --------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class SplitChoice {
     const double longest = tiles_.step * static_cast<double>(group_ / schedule.head_splits * most_queries);
     return whole / slots * (tiles_.cta + longest_) +
            makespan(ctas, slots, cta + longest, cta + (is_even() ? longest : shortest / splits)) + kCombineLaunch +
-           ctas * tiles_.slot_bytes() / kCombineBytes;
+           ctas * tiles_.slot_bytes() / kCombineBytesPerClock;
   }
 
   /// Returns the schedule with the fewest cycles. Tiles are split only if that saves a few percent.
@@ -188,7 +188,9 @@ int64_t section_heads(const Problem& p, int64_t slots, int64_t tiles_of_head) {
 
 }  // namespace
 
-double BackwardTiles::cta_of_split() const { return cta + slot_bytes() / static_cast<double>(cluster) / kStoreBytes; }
+double BackwardTiles::cta_of_split() const {
+  return cta + slot_bytes() / static_cast<double>(cluster) / kStoreBytesPerClock;
+}
 
 BackwardSchedulePlan plan_backward_schedule(const Problem& problem, const BackwardTiles& tiles, bool explain) {
   const KeyTileCounts keys(problem, tiles);

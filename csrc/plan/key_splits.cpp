@@ -15,7 +15,7 @@ namespace {
 
 // Cycles of an H200. A call that leaves few SMs idle runs at the power limit: SMs that wait save watts for the others.
 // So splits must save more cycles in such a call: the fewer SMs are idle, the more.
-constexpr double kEnds = 4500;               // cycles of a query tile or a split in addition to its key tiles
+constexpr double kEndCycles = 4500;          // cycles of a query tile or a split in addition to its key tiles
 constexpr double kCombinedBytes = 1000;      // bytes of partial results per clock that are written and read
 constexpr double kLoadedFrom = 0.75;         // busy share of the cycles of all SMs from which splits must save more
 constexpr double kSavedByIdle = 32000;       // cycles that splits must save in addition where no SM is idle
@@ -45,7 +45,7 @@ class Makespan {
   void take(int64_t count, double cycles) {
     while (count > 0) {
       const int64_t ctas = std::min(count, free_.front().ctas);
-      const double end = free_.front().time + cycles + kEnds;
+      const double end = free_.front().time + cycles + kEndCycles;
       free_.front().ctas -= ctas;
       if (free_.front().ctas == 0) free_.erase(free_.begin());
       const auto later = [](double time, const Free& free) { return time < free.time; };
@@ -127,14 +127,14 @@ class KeySplitsPlanner {
   /// Cycles of the tail if no CTA waited for work.
   double least_end() const {
     double cycles = 0;
-    for (const EqualTiles& tiles : rows_) cycles += static_cast<double>(tiles.count) * (tiles.cycles + kEnds);
+    for (const EqualTiles& tiles : rows_) cycles += static_cast<double>(tiles.count) * (tiles.cycles + kEndCycles);
     return cycles / static_cast<double>(ctas_);
   }
 
   /// Cycles that idle SMs are worth, since they save watts: none if many SMs are idle.
   double loaded_cycles() const {
     const double whole_waves =
-        static_cast<double>(all_tiles_ - tail_) / static_cast<double>(ctas_) * (rows_.front().cycles + kEnds);
+        static_cast<double>(all_tiles_ - tail_) / static_cast<double>(ctas_) * (rows_.front().cycles + kEndCycles);
     const double loaded = (whole_waves + least_end()) / (whole_waves + end({}));
     return kSavedByIdle * std::max(loaded - kLoadedFrom, 0.0) / (1.0 - kLoadedFrom);
   }

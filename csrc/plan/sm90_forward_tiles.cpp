@@ -55,7 +55,7 @@ sm90::ForwardShape few_queries_shape(Draft& draft, const sm90::HeadDims& dims) {
 /// Chooses by the cost of a warpgroup's query tile. It is counted in keys: the keys that the warpgroup visits, and the
 /// latency of the first and the last step. Both factors were measured on an H200 at 512 to 16384 keys.
 sm90::ForwardShape choose_forward_shape(Draft& draft, const sm90::HeadDims& dims) {
-  constexpr double kEnds = 1.25;  // latency of the first and the last step, in tiles
+  constexpr double kEndTiles = 1.25;  // latency of the first and the last step, in tiles
   const Problem& p = draft.p;
   const sm90::ForwardShape many = sm90::forward_shape(dims, sm90::ForwardTiles::kManyKeys);
   const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardTiles::kFewKeys);
@@ -63,7 +63,8 @@ sm90::ForwardShape choose_forward_shape(Draft& draft, const sm90::HeadDims& dims
   if (has_few_queries(p, dims, many)) return few_queries_shape(draft, dims);
   if (!sm90::has_tiles(dims, sm90::ForwardTiles::kFewKeys)) return many;
   const double many_keys = keys_visited(p, many.block_n), few_keys = keys_visited(p, few.block_n);
-  const bool fewer = sm90::few_keys_cost(dims) * few_keys + kEnds * few.block_n < many_keys + kEnds * many.block_n;
+  const bool fewer =
+      sm90::few_keys_cost(dims) * few_keys + kEndTiles * few.block_n < many_keys + kEndTiles * many.block_n;
   const sm90::ForwardShape chosen = fewer ? few : many;
   draft.because("tiles of ", chosen.block_n, " keys: a warpgroup visits ", few_keys, " in tiles of ", few.block_n,
                 " and ", many_keys, " in tiles of ", many.block_n,

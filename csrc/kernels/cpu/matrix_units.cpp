@@ -12,10 +12,10 @@ namespace flash_ext::cpu {
 namespace {
 
 bool has_instructions() {
-  constexpr unsigned kBfloat16Tiles = 1u << 22, kTiles = 1u << 24, kBfloat16Vectors = 1u << 5;
+  constexpr unsigned kBfloat16TileProducts = 1u << 22, kTileUnit = 1u << 24, kBfloat16Vectors = 1u << 5;
   unsigned eax, ebx, ecx, edx;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-  if ((edx & kBfloat16Tiles) == 0 || (edx & kTiles) == 0) return false;
+  if ((edx & kBfloat16TileProducts) == 0 || (edx & kTileUnit) == 0) return false;
   return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & kBfloat16Vectors) != 0;
 }
 

@@ -204,14 +204,15 @@ FLASH_EXT_INLINE Vec<double> exp_of_rest(Vec<double> r) {
 template <class T>
 FLASH_EXT_INLINE Vec<T> exp(Vec<T> x) {
   constexpr int kMantissa = sizeof(T) == 4 ? 23 : 52;
-  constexpr int kBias = sizeof(T) == 4 ? 127 : 1023;
-  // Adding this leaves n + kBias in the low bits of the sum, n = round(x / ln 2).
-  constexpr T kRound = static_cast<T>(1.5) * static_cast<T>(int64_t{1} << kMantissa) + kBias;
+  constexpr int kExponentBias = sizeof(T) == 4 ? 127 : 1023;
+  // Adding this leaves n + kExponentBias in the low bits of the sum, n = round(x / ln 2).
+  constexpr T kRound = static_cast<T>(1.5) * static_cast<T>(int64_t{1} << kMantissa) + kExponentBias;
   constexpr T kInverse = static_cast<T>(1 / kLn2);
   // ln 2 in two parts, the first with so few bits that n times it is exact (Cody and Waite 1980).
   constexpr T kHigh = static_cast<T>(sizeof(T) == 4 ? 0.693359375 : 0.693145751953125);
   constexpr T kRest = static_cast<T>(sizeof(T) == 4 ? -2.12194440054690583e-4 : 1.42860682030941723212e-6);
-  constexpr T kSmallest = static_cast<T>(-(kBias + 0.1) * kLn2), kLargest = static_cast<T>((kBias + 1) * kLn2);
+  constexpr T kSmallest = static_cast<T>(-(kExponentBias + 0.1) * kLn2),
+              kLargest = static_cast<T>((kExponentBias + 1) * kLn2);
   x = vector_min(broadcast<T>(kLargest), vector_max(broadcast<T>(kSmallest), x));
   const Vec<T> sum = x * kInverse + kRound;
   const Vec<T> n = sum - kRound;

@@ -34,7 +34,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
   using Step = BackwardStep;
   static constexpr int kPanels = Config::kPanels;
   static_assert(Config::kBlockM == kWarpgroupRows, "tiles of queries and of keys are loaded alike");
-  static constexpr uint32_t kPanel = panel_bytes(kWarpgroupRows) / 16;
+  static constexpr uint32_t kNextPanel = panel_bytes(kWarpgroupRows) / 16;
   using typename Base::Sum;
   using Weights = uint32_t[kWarpgroupRows / 16][4];  // as an operand
   using Tile = TileDescriptor<kWarpgroupRows>;
@@ -46,7 +46,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
         rank_(rank),
         keys_(Tile::lower_half(without_rank<Config>(s_tiles))),
         other_keys_(Tile::lower_half(without_rank<Config>(s_tiles) + Config::kOtherKeysOffset) -
-                    (Config::kAlternatesMiddlePanel ? 0 : rank * Config::kOtherPanels) * kPanel) {}
+                    (Config::kAlternatesMiddlePanel ? 0 : rank * Config::kOtherPanels) * kNextPanel) {}
 
   __device__ __forceinline__ void run() {
     if (warp_ == 0 && work_tile_.tiles.begin < work_tile_.tiles.end) load_first();
@@ -103,8 +103,8 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) sum[n][e] = 0.0f;
       ptx::wgmma_fence();
-      multiply(sum, ds[0], keys_ + panel * kPanel);
-      multiply(sum, ds[1], other_keys_ + panel * kPanel);
+      multiply(sum, ds[0], keys_ + panel * kNextPanel);
+      multiply(sum, ds[1], other_keys_ + panel * kNextPanel);
       ptx::wgmma_commit();
       if constexpr (Config::kTurns == TurnTaking::kAlways)
         if (panel == first) wait_for_turn(step, second);

@@ -8,10 +8,10 @@
 namespace flash_ext::sm90 {
 
 /// Metadata of a key tile. Bit g: warpgroup g visits it. Bit kMasked + g: a mask hides part of it from warpgroup g. Bit
-/// kWindowed + g: the window does. From bit kRun on: how many of the following tiles need no metadata except kMasked,
-/// because without masks all rows see all of them, and none is the last of the work tile.
+/// kWindowed + g: the window does. From bit kRunShift on: how many of the following tiles need no metadata except
+/// kMasked, because without masks all rows see all of them, and none is the last of the work tile.
 struct alignas(8) TileMetadata {  // one load; K is released behind a branch that waits for it
-  static constexpr int kMasked = 8, kWindowed = 16, kRun = 24;
+  static constexpr int kMasked = 8, kWindowed = 16, kRunShift = 24;
   static constexpr uint32_t kAll = (1u << kMasked) - 1, kMostRun = 31, kSanitised = 1u << 30, kLast = 1u << 31;
 
   int tile;
@@ -24,7 +24,7 @@ struct alignas(8) TileMetadata {  // one load; K is released behind a branch tha
     return (flags >> group & (1u | 1u << kWindowed)) == 1u;
   }
   __device__ __forceinline__ bool is_masked(int group) const { return flags >> (kMasked + group) & 1; }
-  __device__ __forceinline__ int run() const { return static_cast<int>(flags >> kRun & kMostRun); }
+  __device__ __forceinline__ int run() const { return static_cast<int>(flags >> kRunShift & kMostRun); }
 };
 
 /// The key tiles of a work tile that masks leave, from the last to the first. A warp tests 32 at a time. Each producer
@@ -54,7 +54,7 @@ class VisibleTiles {
         if (lane_ == i) entry_ = entry;
       }
     }
-    metadata.flags |= run() << TileMetadata::kRun;
+    metadata.flags |= run() << TileMetadata::kRunShift;
     skip();
     if (!left_) metadata.flags |= TileMetadata::kLast;
     return metadata;
