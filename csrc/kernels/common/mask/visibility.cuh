@@ -28,19 +28,20 @@ struct TileVisibility {
   bool any, all;
 };
 
-/// Bit k: whether the mask lets query `row` see key `key` + k, for 16 keys or 32.
-template <int kKeys = 16>
+/// Bit k: whether the mask lets query `row` see key `key` + k, for 16 keys.
 __device__ __forceinline__ uint32_t mask_bits(const MaskRows& mask, int row, int key, int seqlen_k) {
   const bool* const g_bytes = mask.data + row * mask.row_stride + key * mask.col_stride;
-  if (mask.col_stride == 1 && key + kKeys <= seqlen_k && reinterpret_cast<uintptr_t>(g_bytes) % 16 == 0) {
-    uint32_t bits = bits_of_bytes(__ldg(reinterpret_cast<const uint4*>(g_bytes)));
-    if constexpr (kKeys == 32) bits |= bits_of_bytes(__ldg(reinterpret_cast<const uint4*>(g_bytes) + 1)) << 16;
-    return bits;
-  }
+  if (mask.col_stride == 1 && key + 16 <= seqlen_k && reinterpret_cast<uintptr_t>(g_bytes) % 16 == 0)
+    return bits_of_bytes(__ldg(reinterpret_cast<const uint4*>(g_bytes)));
   uint32_t bits = 0;
-  for (int k = 0; k < kKeys && key + k < seqlen_k; ++k)
-    bits |= static_cast<uint32_t>(g_bytes[k * mask.col_stride]) << k;
+  for (int k = 0; k < 16 && key + k < seqlen_k; ++k) bits |= static_cast<uint32_t>(g_bytes[k * mask.col_stride]) << k;
   return bits;
+}
+
+/// The bits of 32 keys.
+__device__ __forceinline__ uint32_t mask_word(const MaskRows& mask, int row, int key, int seqlen_k) {
+  const uint32_t low = mask_bits(mask, row, key, seqlen_k);
+  return key + 16 < seqlen_k ? low | mask_bits(mask, row, key + 16, seqlen_k) << 16 : low;
 }
 
 /// Writes the words of the tile of queries [first_query, + kRows) and keys [first_key, + kKeys), word (row, group) to

@@ -26,7 +26,7 @@ static __global__ void __launch_bounds__(kMaskBitsThreads)
   bool shows = false;
   if (i < p.seqlen_q) {
     const Sequence sequence(p, static_cast<int>(head / sizes.heads), static_cast<int>(head % sizes.heads));
-    word = mask_bits<32>(MaskRows(p.mask, sequence), static_cast<int>(i), first_key, seqlen_k);
+    word = mask_word(MaskRows(p.mask, sequence), static_cast<int>(i), first_key, seqlen_k);
     shows = word != 0;
   }
   uint32_t bits = 0;

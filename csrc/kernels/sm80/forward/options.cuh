@@ -127,7 +127,8 @@ struct OptionTiles {
     }
   }
 
-  /// Computes what the draws for the keys of `tile` share. The barrier that follows publishes it.
+  /// Computes the part of the Philox random bits that all queries share for the keys of `tile`. The barrier that
+  /// follows publishes it.
   __device__ __forceinline__ void share_random_bits(const PhiloxKey& seeds, int tile) const {
     if constexpr (Config::kOneDropout) WarpRandomBits<Config>::share(work_tile, seeds, s_random_bits(tile), tile);
   }

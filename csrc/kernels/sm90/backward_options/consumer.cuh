@@ -336,15 +336,15 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     });
   }
 
-  /// The word that this lane draws. A word has 32 weights, of which a lane has four: so each lane of the warpgroup
-  /// draws one.
+  /// The word of Philox random bits that this lane computes. A word has 32 weights, of which a lane has four: so each
+  /// lane of the warpgroup computes one word.
   __device__ __forceinline__ uint32_t word_of_lane() const {
     static_assert(KeptTile<kBlockM>::kWordsOfGroup == kWarpgroupThreads);
     return 32 * ptx::reread(static_cast<uint32_t>(warp_)) + ptx::reread(static_cast<uint32_t>(lane_));
   }
-  /// Draws which weights of a step are kept, while the step before adds up. The warps then wait for each other, even in
-  /// steps in which they see nothing. So when they draw for a step, all have read the words of two steps before, which
-  /// lie in the same slot: they did so before they met in the step between.
+  /// Computes which weights of a step are kept, while the step before adds up. The warps then wait for each other, even
+  /// in steps in which they see nothing. So when they write words of a step, all have read the words of two steps
+  /// before, which lie in the same slot: they did so before they met in the step between.
   __device__ __forceinline__ void draw(const StepMetadata& metadata, At at) const {
     if (this->sees(metadata.tile)) {
       const uint32_t word = word_of_lane();

@@ -86,7 +86,7 @@ class BackwardPersistentTurnsDq : BackwardPersistentDq<Config> {
       add(keys, g_target, tile * kDqWarps + warp_, work_tile.turn(walk.tile));
       ds_at_.advance();
     }
-    // The last turn ends here, or others would wait for it until the first addition of the next key tile.
+    // Publishes the tile's last addition: else other CTAs wait for it until the first addition of the next key tile.
     turns_.end(workspace_.turns, lane_);
     if (warp_ == kPreparing && steps == 0) this->look_ahead(0, 0);
   }

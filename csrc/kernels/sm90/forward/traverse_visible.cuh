@@ -31,8 +31,7 @@ class TraverseVisible : public ForwardOptionScores<Config> {
       Base::wait_for_values, Base::warpgroup_;
   using typename Base::BiasPairs, typename Base::Element, typename Base::KeptWeights, typename Base::Scores,
       typename Base::SharedRandomBits, typename Base::VisibleBits, typename Base::Weights;
-  static_assert(kKeyParts == 1,
-                "S of 128 keys has no registers beside P of the tile before; what is asked for by parts would do");
+  static_assert(kKeyParts == 1, "S of 128 keys and P of the tile before do not fit into registers");
   template <bool kBias>
   static constexpr bool kHasStep = !kBias || kAsksForBias;
   // Bits of mode_. kUpdatesRowMax: this warp updates its row stabilisers in the next tile. kWaits: P of the tile before

@@ -101,7 +101,7 @@ static __global__ void __launch_bounds__(kPairThreads)
     const int key = first_key + 32 * k;
     if (!exists || key >= seqlen_k) continue;
     words[k] = seqlen_k - key < 32 ? (1u << (seqlen_k - key)) - 1 : ~0u;
-    if (p.mask.data) words[k] &= mask_bits<32>(MaskRows(p.mask, at.batch, at.head), row, key, seqlen_k);
+    if (p.mask.data) words[k] &= mask_word(MaskRows(p.mask, at.batch, at.head), row, key, seqlen_k);
     if (p.blocks.offsets) words[k] &= block_word(p.blocks, at, row, key, entry);
   }
   const int keys = min(max(seqlen_k - first_key, 0), kKeyGroup);

@@ -102,7 +102,7 @@ class BackwardOptionScores {
       drawn_ = draw(next);
     }
   }
-  /// Reads and draws what the first step needs, before its scores are started.
+  /// Reads what the first step needs and computes its Philox random bits, before its scores are started.
   __device__ __forceinline__ void prepare_first(const Steps& step) {
     if constexpr (kReadsKeyBias && kReadsOnce) read_key_bias(step);
     if constexpr (kSlopes && kReadsOnce) read_slope(step);
@@ -258,8 +258,8 @@ class BackwardOptionScores {
     }
   }
 
-  /// Draws which weights of a step are kept, one word per lane of the warpgroup. It recomputes what tells lanes apart
-  /// from the thread's number, because registers are short.
+  /// Computes which weights of a step are kept, one word of Philox random bits per lane of the warpgroup. The lane's
+  /// position is computed anew from the thread's number, because registers are short.
   __device__ __forceinline__ uint32_t draw(const Steps& step) const {
     static_assert(KeptWords::kWordsOfGroup == kWarpgroupThreads);
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;  // among those of the consumer warpgroups
