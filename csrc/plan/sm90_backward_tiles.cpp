@@ -15,23 +15,24 @@ namespace {
 
 int head_dim_of_kernel(const Problem& p) { return sm90::backward_head_dim(p.head_dim, p.head_dim_v); }
 
-/// The options of the variant that serves a problem.
-int serving_options(const Problem& p) {
+sm90::BackwardAsked asked_of(const Problem& p) {
   const bool in_chunks = copies_bias_in_chunks(p);
   const bool key_padding = p.mask_per_key && !p.has_block_mask;
   const bool drops = dropout_threshold(p.dropout_p) > 0;
-  const sm90::BackwardAsked asked = {p.softcap > 0,
-                                     p.has_alibi,
-                                     drops,
-                                     p.has_bias,
-                                     p.has_bias && p.bias_per_key,
-                                     p.has_mask && key_padding,
-                                     (p.has_mask || p.has_block_mask) && !key_padding,
-                                     in_chunks && p.bias_dtype != DType::kFloat32,
-                                     p.bias_dtype == p.dtype,
-                                     p.softcap > sm90::kLargestSoftcapAlone};
-  return sm90::serving_options(asked);
+  return {p.softcap > 0,
+          p.has_alibi,
+          drops,
+          p.has_bias,
+          p.has_bias && p.bias_per_key,
+          p.has_mask && key_padding,
+          (p.has_mask || p.has_block_mask) && !key_padding,
+          in_chunks && p.bias_dtype != DType::kFloat32,
+          p.bias_dtype == p.dtype,
+          p.softcap > sm90::kLargestSoftcapAlone};
 }
+
+/// The options of the variant that serves a problem.
+int serving_options(const Problem& p) { return sm90::serving_options(asked_of(p)); }
 
 /// Whether lists made from the block mask say which steps a key tile has.
 bool lists_blocks(const Problem& p) {
@@ -74,17 +75,23 @@ constexpr VariantName kVariantNames[] = {
     {sm90::kStepDrops, ALSO_IN_TURNS("dropout alone")},
     {sm90::kStepBiased | sm90::kStepKeyBiased, ALSO_IN_TURNS("bias and key-padding mask alone")},
     {sm90::kStepDrops | sm90::kStepKeyBiased, ALSO_IN_TURNS("dropout and key-padding mask alone")},
+    {sm90::kStepAlibi | sm90::kStepKeyBiased, "ALiBi and key-padding mask alone", nullptr},
+    {sm90::kStepSoftcapped | sm90::kStepKeyBiased, "softcap and key-padding mask alone", nullptr},
+    {sm90::kStepBiased | sm90::kStepOfElements, "bias by elements alone", nullptr},
     {sm90::kAnyOptions, "all options", nullptr},
 };
 #undef ALSO_IN_TURNS
 
+const VariantName& name_of_variant(int options) {
+  return *std::find_if(std::begin(kVariantNames), std::end(kVariantNames),
+                       [&](const VariantName& row) { return row.options == options; });
+}
+
 /// The name of the variant that serves a problem. in_turns: the name of the kernel of its own that adds to dQ in turns.
 const char* backward_variant(const Problem& p, bool in_turns = false) {
   if (lists_blocks(p)) return "block mask alone";
-  const int options = serving_options(p);
-  const VariantName* const found = std::find_if(std::begin(kVariantNames), std::end(kVariantNames),
-                                                [&](const VariantName& row) { return row.options == options; });
-  return in_turns ? found->in_turns : found->name;
+  const VariantName& found = name_of_variant(serving_options(p));
+  return in_turns ? found.in_turns : found.name;
 }
 
 }  // namespace
@@ -97,6 +104,8 @@ bool overlaps_sm90_backward(const Problem& p) {
 bool persists_sm90_backward(const Problem& p) {
   return lists_blocks(p) || (!p.has_block_mask && sm90::persists(serving_options(p)));
 }
+
+bool has_wide_heads(const Problem& p) { return head_dim_of_kernel(p) > sm90::kMaxNarrowHeadDim; }
 
 void choose_sm90_backward_tiles(Draft& draft) {
   // Without options, the same kernel adds to dQ in turns or in any order.
@@ -118,7 +127,8 @@ void choose_sm90_backward_options_tiles(Draft& draft) {
 void choose_sm90_backward_wide_tiles(Draft& draft) {
   const int head_dim = head_dim_of_kernel(draft.p);
   const sm90::BackwardShape shape = sm90::backward_shape(head_dim);
-  draft.take_variant("wide heads");
+  const int options = sm90::serving_wide_options(asked_of(draft.p), draft.p.seqlen_k % 2 == 0);
+  draft.take_variant(options == 0 ? "wide heads" : name_of_variant(options).name);
   draft.plan.block_m = shape.block_m;
   draft.plan.block_n = keys_of(shape);
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.key_groups, " CTAs of a cluster, ",

@@ -188,12 +188,11 @@ def test_the_backward_of_float32_in_one_order() -> None:
         ({"has_bias": True, "has_alibi": True, "softcap": 3.0}, ""),
         ({"has_mask": True, "has_block_mask": True, "dropout_p": 0.1}, ""),
         ({"has_bias": True, "bias_dtype": "float32"}, ""),
-        ({"head_dim": 136, "head_dim_v": 136, "has_bias": True}, "bias beyond head_dim 128"),
-        ({"head_dim": 136, "head_dim_v": 136, "softcap": 3.0}, "softcap beyond head_dim 128"),
-        ({"head_dim": 136, "head_dim_v": 136, "has_alibi": True}, "ALiBi beyond head_dim 128"),
-        ({"head_dim": 136, "head_dim_v": 136, "has_mask": True}, "mask beyond head_dim 128"),
-        ({"head_dim": 136, "head_dim_v": 136, "has_block_mask": True}, "block mask beyond head_dim 128"),
-        ({"head_dim": 136, "head_dim_v": 136, "dropout_p": 0.1}, "dropout beyond head_dim 128"),
+        ({"head_dim": 136, "head_dim_v": 136, "softcap": 3.0}, ""),
+        ({"head_dim": 136, "head_dim_v": 136, "has_alibi": True}, ""),
+        ({"head_dim": 136, "head_dim_v": 136, "has_mask": True}, ""),
+        ({"head_dim": 136, "head_dim_v": 136, "has_block_mask": True}, ""),
+        ({"head_dim": 136, "head_dim_v": 136, "dropout_p": 0.1}, ""),
         ({"deterministic": True}, ""),
         ({"deterministic": True, "window_right": 0, "varlen": True, "heads_kv": 1}, ""),
         ({"deterministic": True, "softcap": 3.0}, ""),
@@ -227,14 +226,17 @@ def test_the_backward_of_float32_in_one_order() -> None:
             "deterministic",
         ),
         ({"deterministic": True, "softcap": 3.0, "head_dim": 64, "head_dim_v": 64}, "deterministic beside options"),
-        ({"deterministic": True, "softcap": 3.0, "head_dim": 136, "head_dim_v": 136}, "softcap beyond head_dim 128"),
+        (
+            {"deterministic": True, "softcap": 3.0, "head_dim": 136, "head_dim_v": 136},
+            "deterministic beside options beyond head_dim 128",
+        ),
         ({"softmax_scale": -1.0}, "softmax_scale -1"),
         ({"softmax_scale": 0.0}, "softmax_scale 0"),
         ({"softmax_scale": 1e-300}, "softmax_scale 1e-300"),
         ({"head_dim_v": 64}, ""),
         ({"head_dim": 192, "head_dim_v": 128}, ""),
-        ({"head_dim": 136, "head_dim_v": 64, "softcap": 3.0}, "softcap beyond head_dim 128"),
-        ({"head_dim": 64, "head_dim_v": 136, "softcap": 3.0}, "softcap beyond head_dim 128"),
+        ({"head_dim": 136, "head_dim_v": 64, "softcap": 3.0}, ""),
+        ({"head_dim": 64, "head_dim_v": 136, "softcap": 3.0}, ""),
         ({"head_dim": 136, "head_dim_v": 136}, ""),
         ({"head_dim": 256, "head_dim_v": 256}, ""),
         ({"broadcast": True}, "stride of 0"),
@@ -363,6 +365,36 @@ def test_options_that_take_turns(fields: dict[str, Any], variant: str, more: dic
 def test_the_backward_of_wide_heads(fields: dict[str, Any], head_dim: int) -> None:
     found = hopper_plan(operation="backward", head_dim=head_dim, head_dim_v=head_dim, **fields)
     assert (found.kernel, found.block_m, found.block_n) == ("sm90/backward_wide", 64, 128)
+
+
+@pytest.mark.parametrize(
+    ("fields", "variant"),
+    [
+        ({}, "wide heads"),
+        ({"softcap": 3.0}, "softcap alone"),
+        ({"softcap": 5e4}, "all options"),
+        ({"softcap": 3.0} | KEY_PADDING, "softcap and key-padding mask alone"),
+        ({"has_alibi": True}, "ALiBi alone"),
+        ({"has_alibi": True} | KEY_PADDING, "ALiBi and key-padding mask alone"),
+        ({"dropout_p": 0.1}, "dropout alone"),
+        ({"dropout_p": 0.1} | KEY_PADDING, "dropout and key-padding mask alone"),
+        (KEY_PADDING, "per-key bias or key-padding mask alone"),
+        ({"has_mask": True}, "masks alone"),
+        ({"has_block_mask": True}, "masks alone"),
+        (BIAS, "bias alone"),
+        (BIAS | KEY_PADDING, "bias and key-padding mask alone"),
+        (BIAS | {"seqlen_k": 127}, "bias by elements alone"),
+        (BIAS | {"bias_in_chunks": False}, "bias by elements alone"),
+        (BIAS | {"bias_dtype": "float32"}, "bias by elements alone"),
+        (BIAS | {"has_mask": True}, "all options"),
+        ({"softcap": 3.0, "has_alibi": True}, "all options"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sizes", [{"head_dim": 136, "head_dim_v": 64}, {"head_dim": 256, "head_dim_v": 256}], ids=str)
+def test_options_of_wide_heads(fields: dict[str, Any], variant: str, sizes: dict[str, int]) -> None:
+    found = hopper_plan(operation="backward", **sizes, **fields)
+    assert (found.kernel, found.variant) == ("sm90/backward_wide", variant)
 
 
 @pytest.mark.parametrize("fields", [{"has_mask": True}, {"has_block_mask": True}, {"dropout_p": 0.1}])

@@ -58,6 +58,11 @@ def pipelined_of(step_flags: int, turns: int) -> str:
     return rf"PipelinedOptionsConfig<[^<>,]*, \d+, {step_flags}, \(flash_ext::TurnTaking\){turns}>"
 
 
+def wide_of(step_flags: int) -> str:
+    """The same of the kernel for wide heads."""
+    return rf"BackwardWideOptionsConfig<\w+, \d+, {step_flags}>"
+
+
 FLAGS_OF_BACKWARD = {
     "masks alone": 4,
     "bias alone": 8,
@@ -69,6 +74,12 @@ FLAGS_OF_BACKWARD = {
     "dropout and key-padding mask alone": 32 | 128,
 }
 OF_PERSISTENT = (16, 64, 128)  # those that persistent CTAs serve
+OF_WIDE = {
+    **FLAGS_OF_BACKWARD,
+    "ALiBi and key-padding mask alone": 64 | 128,
+    "softcap and key-padding mask alone": 16 | 128,
+    "bias by elements alone": 8 | 256,
+}
 IN_TURNS = ", in turns where dQ is asked for"
 
 # What the name of the function has to have in it, by the kernel and the variant that the plan names.
@@ -108,7 +119,11 @@ VARIANTS: dict[str, dict[str, str]] = {
             if flags in OF_PERSISTENT
         },
     },
-    "sm90/backward_wide": {"wide heads": r"BackwardWideConfig<"},
+    "sm90/backward_wide": {
+        "wide heads": r"BackwardWideConfig<\w+, \d+, \(flash_ext::TurnTaking\)",
+        **{name: wide_of(flags) for name, flags in OF_WIDE.items()},
+        "all options": wide_of(-1),
+    },
     "sm90/backward_f32": {
         "scaled products": r"BackwardF32Config<\d+, false>",
         "softcap, ALiBi and any scale": r"BackwardF32Config<\d+, true>",
@@ -200,6 +215,11 @@ OPTIONS: dict[str, Callable[[torch.dtype, str], dict[str, Any]]] = {
     "mask": lambda dtype, device: {"mask": mask_of(device)},
     "key padding": lambda dtype, device: {"mask": mask_of(device, 1)},
     "bias and mask": lambda dtype, device: {"bias": bias_of(device, dtype), "mask": mask_of(device)},
+    "softcap and key padding": lambda dtype, device: {"softcap": 20.0, "mask": mask_of(device, 1)},
+    "alibi and key padding": lambda dtype, device: {
+        "alibi_slopes": torch.rand(4, device=device),
+        "mask": mask_of(device, 1),
+    },
     "bias and key padding": lambda dtype, device: {"bias": bias_of(device, dtype), "mask": mask_of(device, 1)},
     "block mask": lambda dtype, device: {"block_mask": flash_ext.BlockMask.causal(256, 256, device=device)},
     "small blocks": lambda dtype, device: {

@@ -109,6 +109,11 @@ OPTIONS: dict[str, Callable[[str, torch.dtype], dict[str, Any]]] = {
     },
     "bias of 32 bits, dropout": lambda device, dtype: {"bias": bias_of(device, torch.float32), **dropout(device)},
     "bias of heads": lambda device, dtype: {"bias": random(1, HEADS, 1, 1, dtype=dtype, device=device)},
+    "softcap, key-padding mask": lambda device, dtype: {"softcap": 2.0, "mask": key_mask_of(device)},
+    "ALiBi, key-padding mask": lambda device, dtype: {
+        "alibi_slopes": torch.rand(HEADS, device=device) / 8,
+        "mask": key_mask_of(device),
+    },
     "softcap, dropout": lambda device, dtype: {"softcap": 2.0, **dropout(device)},
     "mask, dropout": lambda device, dtype: {"mask": mask_of(device), **dropout(device)},
     "bias, mask": lambda device, dtype: {"bias": bias_of(device, dtype), "mask": mask_of(device)},
@@ -125,17 +130,19 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-@pytest.fixture(params=[64, 128])
+@pytest.fixture(params=[64, 128, 192, 256])
 def head_dim(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
 def call_of(device: str, dtype: torch.dtype, head_dim: int, **options: Any) -> Call:
-    """One for Hopper's own backward, unless a bias of 32 bits beside dropout or a mask is too much for wide heads."""
+    """One for Hopper's own backward, unless its shared memory lacks room for a 32-bit bias beside dropout or a mask."""
     call = make_call(BATCH, *seqlens(device), HEADS, 1, head_dim, dtype=dtype, device=device, **options)
-    wide_bias = "bias" in options and options["bias"].element_size() > 2 and head_dim > 64
+    wide_bias = "bias" in options and options["bias"].element_size() > 2 and head_dim == 128
     beside = "mask" in options or "dropout_p" in options
     own = ("sm90/backward", "sm90/backward_options", "sm90/backward_persistent")
+    if head_dim > 128:
+        own = ("sm90/backward_wide",)
     kernels = ("sm80/backward",) if wide_bias and beside else own
     assert_kernel_on_hopper(call, kernels, "backward")
     return call.with_random_gradients()
@@ -145,6 +152,18 @@ def call_of(device: str, dtype: torch.dtype, head_dim: int, **options: Any) -> C
 @pytest.mark.parametrize("options", OPTIONS)
 def test_of_options(device: str, dtype: torch.dtype, head_dim: int, options: str, window: dict[str, Any]) -> None:
     assert_matches_oracle(call_of(device, dtype, head_dim, **OPTIONS[options](device, dtype), **window), QKV)
+
+
+@pytest.mark.parametrize("option", ["mask", "per-key bias"])
+def test_of_more_query_tiles_than_a_warp_has_lanes(device: str, head_dim: int, option: str) -> None:
+    """Steps are found 32 tiles of 64 queries at a time; the mask hides most of these tiles, and the last ones not."""
+    seqlen_q, seqlen_k = (2500, 200) if device == "cuda" else (150, 40)
+    mask = torch.rand(1, HEADS, seqlen_q, seqlen_k, device=device) < 0.8
+    mask[:, 0, 64 : seqlen_q - 300] = mask[:, 1, : seqlen_q // 2] = False
+    bias = random(1, HEADS, 1, seqlen_k, dtype=torch.bfloat16, device=device)
+    options = {"mask": mask} if option == "mask" else {"bias": bias}
+    call = make_call(1, seqlen_q, seqlen_k, HEADS, 1, head_dim, dtype=torch.bfloat16, device=device, **options)
+    assert_matches_oracle(call.with_random_gradients(), QKV)
 
 
 def test_of_a_softcap_that_scores_exceed(device: str, dtype: torch.dtype, head_dim: int) -> None:

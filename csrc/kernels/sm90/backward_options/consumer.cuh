@@ -283,19 +283,10 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     BiasRowsInShared<float, BaseTwoUnit, kWarpgroupRows>::add(s, s_bias(), 0, 16 * warp_, ptx::reread(lane_));
   }
 
-  /// Zeroes weights that mask words hide. A word has 32 keys of a query: those of two warps.
+  /// Zeroes weights that mask words hide.
   __device__ __forceinline__ void hide_by_words(Weights& p) const {
-    const int lane = ptx::reread(lane_), shift = 7 - lane / 4;
-    const uint32_t keys_of_warp = warp_ % 2 ? 0x7632 : 0x5410;  // of two words, as __byte_perm takes them
-    const uint32_t s_words = behind_storage(layout_.words + at_.stage() * layout_.words_bytes) +
-                             4 * ((2 * warpgroup_ + warp_ / 2) * kBlockM + 2 * (lane % 4));
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      const uint2 words = load_shared<uint2>(s_words + 32 * n);
-      const uint32_t visible = __byte_perm(words.x, words.y, keys_of_warp) << shift;
-      p[n / 2][n % 2 * 2] &= ptx::spread_low_signs(visible);
-      p[n / 2][n % 2 * 2 + 1] &= ptx::spread_signs(visible);
-    }
+    const uint32_t s_words = behind_storage(layout_.words + at_.stage() * layout_.words_bytes);
+    Tile::hide_by_words(p, s_words + 4 * (2 * warpgroup_ + warp_ / 2) * kBlockM, warp_, lane_);
   }
 
   /// Zeroes dS where the weight is 0: dP may be NaN there, and so may P be where a bias hides.

@@ -4,7 +4,9 @@
 #include <cstdint>
 
 #include "kernels/common/backward/turns.cuh"
+#include "kernels/sm90/common/backward/config.cuh"
 #include "kernels/sm90/common/backward/shape.h"
+#include "kernels/sm90/common/backward/variant.h"
 #include "kernels/sm90/common/matrix_descriptor.h"
 
 namespace flash_ext::sm90 {
@@ -13,6 +15,7 @@ namespace flash_ext::sm90 {
 template <class Element_, int kHeadDim_, TurnTaking kTurns_ = TurnTaking::kNever>
 struct BackwardWideConfig {
   using Element = Element_;
+  static constexpr bool kHasOptions = false;
   static constexpr bool kListsBlocks = false, kPersistent = false, kAnchored = false, kHasTails = false;
   static constexpr TurnTaking kTurns = kTurns_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -43,8 +46,24 @@ struct BackwardWideConfig {
 
   static_assert(kCluster == 2, "dS goes to the other CTA");
   static_assert(kWarpgroupRows == kPanelColumns, "dS of a CTA's keys is a panel");
+  static constexpr int kValueRegisters = kShape.registers;  // of the warpgroup of S and dV
   // The registers that the launch allocates and the other warpgroups leave. With more, setmaxnreg would wait for ever.
-  static constexpr int kGradientRegisters = 65536 / kThreads / 8 * 8 * 3 - kShape.registers - kShape.dq_registers;
+  static constexpr int kGradientRegisters = 65536 / kThreads / 8 * 8 * 3 - kValueRegisters - kShape.dq_registers;
+};
+
+/// The variant for these options, as StepFlags, or with kAnyOptions for any.
+template <class Element, int kHeadDim, int kOptions>
+struct BackwardWideOptionsConfig : BackwardOptionsConfig<BackwardWideConfig<Element, kHeadDim>, kOptions> {
+  using Base = BackwardOptionsConfig<BackwardWideConfig<Element, kHeadDim>, kOptions>;
+  static constexpr bool kHasOptions = true;
+  // With any options, the scores need more registers, and the warpgroup of dK spares them.
+  static constexpr int kMoreRegisters = Base::kAny ? 8 : 0;
+  static constexpr int kValueRegisters = Base::kValueRegisters + kMoreRegisters;
+  static constexpr int kGradientRegisters = Base::kGradientRegisters - kMoreRegisters;
+  // The passes over scores, and over dS, go over a part of a tile's queries each: with any options, or a bias in 32
+  // bits, registers do not suffice for what they keep beside the scores of a whole tile.
+  static constexpr bool kReadsElements = !Base::kAny && (kOptions & kStepOfElements) != 0;
+  static constexpr int kParts = !Base::kAny && !kReadsElements ? 1 : kHeadDim == 192 ? 2 : 4;
 };
 
 }  // namespace flash_ext::sm90

@@ -6,7 +6,7 @@
 #include "kernels/ptx/ldmatrix.h"
 #include "kernels/ptx/reduction.h"
 #include "kernels/sm90/common/backward/producer.cuh"
-#include "storage.cuh"
+#include "scheduler.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -49,25 +49,68 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
                     (Config::kAlternatesMiddlePanel ? 0 : rank * Config::kOtherPanels) * kNextPanel) {}
 
   __device__ __forceinline__ void run() {
-    if (warp_ == 0 && work_tile_.tiles.begin < work_tile_.tiles.end) load_first();
+    if constexpr (Config::kHasOptions) {
+      run_found();
+    } else {
+      if (warp_ == 0 && work_tile_.tiles.begin < work_tile_.tiles.end) load_first();
 #pragma unroll 1
-    for (Step step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step)) {
-      add(step);
-      if (warp_ == 0) this->load_after(step);
-      at_.advance();
+      for (Step step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step)) {
+        add(step);
+        if (warp_ == 0) this->load_after(step);
+        at_.advance();
+      }
+      if constexpr (Config::kTurns == TurnTaking::kAlways) turns_.end(Base::workspace_.turns, lane_);
     }
-    if constexpr (Config::kTurns == TurnTaking::kAlways) turns_.end(Base::workspace_.turns, lane_);
   }
 
  private:
   using Base::at_, Base::lane_, Base::s_tiles_, Base::storage_, Base::warp_, Base::work_tile_;
 
   __device__ __forceinline__ void load_first() {
-    Step step = work_tile_.first_step();
+    Step second = work_tile_.first_step();
+    work_tile_.advance(second);
+    load_first(work_tile_.first_step(), second);
+  }
+  __device__ __forceinline__ void load_first(const Step& first, const Step& second) {
+    this->load_queries(first);
+    this->load_grads(first);
+    this->load_second(second);
+  }
+
+  /// The steps that masks leave, each found two steps before its dQ.
+  __device__ __forceinline__ void run_found() {
+    BackwardWideSteps<Config> steps(Base::workspace_, storage_, lane_);
+    Step now = steps.next();
+    if (warp_ == 0) load_found(steps, now);
+    if (steps.is_past(now)) return;
+    Step next = steps.next();
+    if (warp_ == 0) {
+      at_.advance();
+      load_found(steps, next);
+      at_.count = 0;
+    }
+#pragma unroll 1
+    while (true) {
+      add(now);
+      if (steps.is_past(next)) return;
+      now = next;
+      next = steps.next();
+      if (warp_ == 0) {
+        wait_for(storage_.do_empty[at_.stage()], at_.parity());
+        wait_for(storage_.q_empty[at_.stage()], at_.parity());
+        load_found(steps, next);
+      }
+      at_.advance();
+    }
+  }
+  /// Loads a step in the stages of at_, which are free, or says that there is none.
+  __device__ __forceinline__ void load_found(const BackwardWideSteps<Config>& steps, const Step& step) const {
+    const uint32_t stage = at_.stage();
+    const bool is_past = steps.is_past(step);
+    if (lane_ == 0) storage_.steps[stage] = is_past ? BackwardWideStep{step, false, false} : steps.describe(step);
+    if (is_past) return this->release(storage_.q_full[stage]);
     this->load_queries(step);
     this->load_grads(step);
-    work_tile_.advance(step);
-    this->load_second(step);
   }
 
   /// Adds dS K to dQ of the next query tile. Both dS go to registers at once, so that their slots are soon free.

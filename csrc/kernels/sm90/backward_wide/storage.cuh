@@ -5,13 +5,43 @@
 #include <cstdint>
 
 #include "config.cuh"
+#include "kernels/common/backward/options.cuh"
+#include "kernels/common/dropout/random_bits.cuh"
 #include "kernels/sm90/common/backward/storage.cuh"
 
 namespace flash_ext::sm90 {
 
+/// A step with options.
+struct alignas(16) BackwardWideStep : BackwardStep {
+  int is_masked;     // whether a mask of pairs hides some pair
+  int is_sanitised;  // whether some pair may be hidden, and Q or dO may hold Inf or NaN
+};
+
+/// What options need. The words are those of one step: its warps wait for each other before and after they write them.
+template <class Config, bool kHasOptions = Config::kHasOptions>
+struct BackwardWideOptionStorage {
+  __device__ __forceinline__ void prepare(const BackwardParams&, const Sequence&) {}
+};
+template <class Config>
+struct BackwardWideOptionStorage<Config, true> {
+  static constexpr int kWordsOfGroup = KeptTile<Config::kBlockM>::kWordsOfGroup;
+  static_assert(kWordsOfGroup == kWarpgroupThreads && Config::kBlockM * (kWarpgroupRows / 32) == kWarpgroupThreads,
+                "each thread of the warpgroup computes one word of each");
+
+  __align__(8) uint32_t kept[kWordsOfGroup];         // dropout's kept weights, as a KeptTile of the CTA's keys
+  __align__(8) uint32_t visible[kWarpgroupThreads];  // by masks of pairs: word (group of 32 keys, query)
+  float key_biases[kWarpgroupRows];                  // to base 2; of a key that is hidden: -inf
+  BackwardWideStep steps[Config::kStages];           // they come with Q; past the last one, the head is past the group
+  BackwardOptions options;
+
+  __device__ __forceinline__ void prepare(const BackwardParams& p, const Sequence& sequence) {
+    options = BackwardOptions(p, sequence);
+  }
+};
+
 /// Shared memory of the kernel for head dims above kMaxNarrowHeadDim.
 template <class Config>
-struct BackwardWideStorage : BackwardStagedTerms<Config> {
+struct BackwardWideStorage : BackwardStagedTerms<Config>, BackwardWideOptionStorage<Config> {
   static constexpr int kStages = Config::kStages;
 
   uint64_t k_full, v_full, other_k_full;

@@ -7,6 +7,7 @@
 
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/score/softcap.h"
+#include "kernels/common/tile.cuh"
 #include "kernels/ptx/arithmetic.h"
 #include "kernels/ptx/ldmatrix.h"
 #include "kernels/ptx/pair_masks.h"
@@ -22,6 +23,7 @@ struct BackwardTile {
   static constexpr int kN = kBlockM / 8;
   static constexpr int kSteps = kBlockM / 16;  // of products over queries
   using Scores = float[1][kN][4];
+  static constexpr uint32_t kSigns = 0x80008000;  // of both 16-bit numbers of a register
   using Weights = uint32_t[kSteps][4];  // P or dS as an operand: pair r of accumulator n in register 4 k + e = 2 n + r
 
   /// Calls f(x, term, n, e) for every score and its query's term of s_terms.
@@ -104,6 +106,21 @@ struct BackwardTile {
     for_each_pair([&](int k, int e, int, int) { pairs[k][e] &= ptx::differs<Element>(p[k][e], 0); });
   }
 
+  /// Zeroes pairs that words hide. A word has 32 keys of a query: those of two warps. s_words: where the words of these
+  /// keys begin in shared memory.
+  __device__ __forceinline__ static void hide_by_words(Weights& pairs, uint32_t s_words, int warp, int lane) {
+    const int at = ptx::reread(lane), shift = 7 - at / 4;
+    const uint32_t keys_of_warp = warp % 2 ? 0x7632 : 0x5410;  // of two words, as __byte_perm takes them
+    const uint32_t s_lane = s_words + 4 * (2 * (at % 4));
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const uint2 words = load_shared<uint2>(s_lane + 32 * n);
+      const uint32_t visible = __byte_perm(words.x, words.y, keys_of_warp) << shift;
+      pairs[n / 2][n % 2 * 2] &= ptx::spread_low_signs(visible);
+      pairs[n / 2][n % 2 * 2 + 1] &= ptx::spread_signs(visible);
+    }
+  }
+
   /// Computes P of a pair of scores with a softcap, and P times the softcap's derivative. `tanh` and `lse` have the
   /// values of both; `cap` and lse to base 2.
   __device__ __forceinline__ static void softcap_pair(uint32_t& p, uint32_t& sloped, float2 tanh, float2 lse,
@@ -144,6 +161,26 @@ struct BackwardTile {
         const uint32_t gradients = ptx::pack2<Element>(fmaf(kept.x, dp[0][n][2 * r], p_pair.x * term.x),
                                                        fmaf(kept.y, dp[0][n][2 * r + 1], p_pair.y * term.y));
         ds[n / 2][n % 2 * 2 + r] = gradients & seen;
+      }
+    }
+  }
+
+  /// The same where the sign of a weight says that dropout dropped it: dP of the pair is 0 then. dS becomes 0 where the
+  /// weight is 0.
+  __device__ __forceinline__ static void compute_ds_signed(Weights& ds, const Scores& dp, const Weights& p,
+                                                           const float* s_minus_delta, int lane) {
+    const float* const s_lane = s_minus_delta + 2 * (ptx::reread(lane) % 4);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 term = *reinterpret_cast<const float2*>(s_lane + 8 * n);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t pair = p[n / 2][n % 2 * 2 + r], weights = pair & ~kSigns;
+        const float2 weight = ptx::unpack2<Element>(weights);
+        const float2 kept = ptx::unpack2<Element>(weights & ~ptx::spread_signs(pair));
+        const uint32_t gradients = ptx::pack2<Element>(fmaf(kept.x, dp[0][n][2 * r], weight.x * term.x),
+                                                       fmaf(kept.y, dp[0][n][2 * r + 1], weight.y * term.y));
+        ds[n / 2][n % 2 * 2 + r] = gradients & ptx::differs<Element>(weights, 0);
       }
     }
   }

@@ -42,6 +42,8 @@ struct BackwardBarriers {
     kKeptWritten0 = kKeysSanitised0 + kKeyGroups<Config>,
     kKeptWritten1,
     kKeptWritten2,
+    kWordsRead,  // of the step before, by the warpgroup that computes the words of this one
+    kWordsWritten,
   };
 
   __device__ __forceinline__ static int keys_sanitised(int warpgroup) { return kKeysSanitised0 + warpgroup; }

@@ -13,7 +13,8 @@ enum StepFlags : int {
   kStepSoftcapped = 16,
   kStepDrops = 32,
   kStepAlibi = 64,
-  kStepKeyBiased = 128,  // a per-key bias or mask
+  kStepKeyBiased = 128,   // a per-key bias or mask
+  kStepOfElements = 256,  // beside kStepBiased, for wide heads: the bias is read element by element
 };
 
 constexpr int kAnyOptions = -1;
@@ -57,6 +58,19 @@ constexpr bool serves_beside_pipelined(int options) { return !pipelines(options,
 /// Whether the pipelined loop can add to dQ in turns. A mask of pairs leaves out steps, whose turns nobody would take.
 constexpr bool can_take_turns(int options) { return (options & kStepMasked) == 0; }
 
+/// Options with a kernel of their own for wide heads: one, alone or beside a per-key bias or mask.
+constexpr int kWideOptions[] = {kStepAlibi,
+                                kStepSoftcapped,
+                                kStepBiased,
+                                kStepBiased | kStepOfElements,
+                                kStepKeyBiased,
+                                kStepMasked,
+                                kStepDrops,
+                                kStepAlibi | kStepKeyBiased,
+                                kStepSoftcapped | kStepKeyBiased,
+                                kStepBiased | kStepKeyBiased,
+                                kStepDrops | kStepKeyBiased};
+
 /// With a larger softcap an lse may have to be bounded (LargeLse), for which the variant of softcap alone has no room.
 constexpr double kLargestSoftcapAlone = 4e4;
 
@@ -88,6 +102,15 @@ constexpr int serving_options(const BackwardAsked& call) {
   if (options == 0) return 0;
   if (call.large_softcap) return kAnyOptions;
   return simple_bias && has_variant(kOptionVariants, options) ? options : kAnyOptions;
+}
+
+/// The same for wide heads. has_even_keys: the number of keys is even.
+constexpr int serving_wide_options(const BackwardAsked& call, bool has_even_keys) {
+  const bool by_pairs = call.bias_by_panels && call.bias_dtype_of_inputs && has_even_keys;
+  int options = options_of(call);
+  if (options == 0) return 0;
+  if ((options & kStepBiased) != 0 && !by_pairs) options |= kStepOfElements;
+  return has_variant(kWideOptions, options) && !call.large_softcap ? options : kAnyOptions;
 }
 
 }  // namespace flash_ext::sm90
