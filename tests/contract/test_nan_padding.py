@@ -72,9 +72,11 @@ def test_a_value_of_the_future_does_not_reach_earlier_rows(device: str, poison: 
     torch.testing.assert_close(after[:, 30:, :, :3], before[:, 30:, :, :3])
 
 
-@pytest.mark.parametrize("length", [192, 200, 420, 450])  # two kernels of Hopper, in one the last tile short or not
+# Two kernels of Hopper. In one, the last tile is short or not, or, without an option, not computed as a whole.
+@pytest.mark.parametrize("length", [192, 200, 420, 450, 480])
+@pytest.mark.parametrize("option", [None, "ALiBi"])
 @pytest.mark.parametrize("of", ["all", "the gradient of out"])  # whose lse is NaN, or finite
-def test_the_next_packed_sequence(device: str, dtype: torch.dtype, length: int, of: str) -> None:
+def test_the_next_packed_sequence(device: str, dtype: torch.dtype, length: int, option: str | None, of: str) -> None:
     """Tiles of queries that run past the end of a sequence hold rows of the next one, or rows without an lse."""
     total = length + 100
     tensors = [torch.randn(total, 4, 64, dtype=dtype, device=device) for _ in range(4)]
@@ -82,7 +84,9 @@ def test_the_next_packed_sequence(device: str, dtype: torch.dtype, length: int, 
 
     def gradients() -> list[torch.Tensor]:
         q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
-        out = flash_ext.attention(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=length, causal=True)
+        lengths = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": length}
+        slopes = torch.full((4,), 0.1, device=device) if option else None
+        out = flash_ext.attention(q, k, v, **lengths, causal=True, alibi_slopes=slopes)
         return [x[:length] for x in torch.autograd.grad(out, (q, k, v), tensors[3])]
 
     before = gradients()

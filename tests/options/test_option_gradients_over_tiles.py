@@ -156,13 +156,14 @@ def test_of_options(device: str, dtype: torch.dtype, head_dim: int, options: str
 
 @pytest.mark.parametrize("option", ["mask", "per-key bias"])
 def test_of_more_query_tiles_than_a_warp_has_lanes(device: str, head_dim: int, option: str) -> None:
-    """Steps are found 32 tiles of 64 queries at a time; the mask hides most of these tiles, and the last ones not."""
-    seqlen_q, seqlen_k = (2500, 200) if device == "cuda" else (150, 40)
-    mask = torch.rand(1, HEADS, seqlen_q, seqlen_k, device=device) < 0.8
-    mask[:, 0, 64 : seqlen_q - 300] = mask[:, 1, : seqlen_q // 2] = False
-    bias = random(1, HEADS, 1, seqlen_k, dtype=torch.bfloat16, device=device)
+    """Steps are found 32 tiles of 64 queries at a time; a mask hides some. A CTA has all queries of its heads."""
+    batch, heads, heads_kv, seqlen_q, seqlen_k = (4, 16, 4, 2500, 200) if device == "cuda" else (1, 2, 1, 150, 40)
+    mask = torch.rand(1, heads, seqlen_q, seqlen_k, device=device) < 0.8
+    mask[:, ::2, 64 : seqlen_q - 300] = mask[:, 1, : seqlen_q // 2] = False
+    bias = random(1, heads, 1, seqlen_k, dtype=torch.bfloat16, device=device)
     options = {"mask": mask} if option == "mask" else {"bias": bias}
-    call = make_call(1, seqlen_q, seqlen_k, HEADS, 1, head_dim, dtype=torch.bfloat16, device=device, **options)
+    sizes = (batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim)
+    call = make_call(*sizes, dtype=torch.bfloat16, device=device, **options)
     assert_matches_oracle(call.with_random_gradients(), QKV)
 
 
