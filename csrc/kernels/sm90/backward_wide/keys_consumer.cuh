@@ -23,10 +23,9 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
                                                       int rank, int lane)
       : Base(p, storage, s_tiles, keys_offset, scale, rank, lane), workspace_(workspace) {}
 
-  /// Where a step is, is a query tile or, with options, a BackwardWideStep.
-  ///
   /// Calls step(at) for the query tiles that see this CTA's keys, and skip(at) for those that see only the other CTA's
-  /// keys. A skip still waits for the barriers, so that no warpgroup gets two phases ahead.
+  /// keys. A skip still waits for the barriers, so that no warpgroup gets two phases ahead. `at` is the number of a
+  /// tile or, with options, a BackwardWideStep.
   template <class Step, class Skip>
   __device__ __forceinline__ void visit_heads(Step step, Skip skip) {
     if constexpr (Config::kHasOptions) {

@@ -187,8 +187,7 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
       for (int r = 0; r < 2; ++r) bias[2 * n + r] = ptx::load_pair_if(8 * n < queries && 8 * r < keys, g_pair + 8 * r);
   }
 
-  // ---- Passes over the scores of a part of a tile
-  // ------------------------------------------------------------------------
+  // ---- Passes over the scores of a part of a tile -------------------------------------------------------------------
 
   /// P of a part of a tile, and what is published of it. `bias` is that of the part, and becomes that of the next one.
   __device__ __forceinline__ void weigh_part(Weights& p_of_tile, Weights& published_of_tile, Scores& s_of_tile,
