@@ -83,6 +83,7 @@ constexpr KernelRow kTable[] = {
     {KernelId::kSm90BackwardOptions, "sm90/backward_options", &kHopper, kBackward, kHalf, sm90::kMaxNarrowHeadDim,
      kSm90BackwardOptions & ~kWideBiasBesideMasks, kWgmmaAndTma, choose_sm90_backward_options_tiles,
      sm90_backward_options_tiles, nullptr, false, true},
+    // For wide heads alone: narrower ones would be filled up by zeros.
     {KernelId::kSm90BackwardWide, "sm90/backward_wide", &kHopper, kBackward, kHalf, 256, kSm90BackwardOptions,
      kWgmmaAndTma, choose_sm90_backward_wide_tiles, sm90_backward_wide_tiles, nullptr, false, true,
      DecodeSplits::kForSms, has_wide_heads},

@@ -29,7 +29,7 @@ BackwardTiles sm90_backward_f32_tiles(const Problem& p);
 bool overlaps_sm90_backward(const Problem& p);
 /// Whether the persistent kernel serves the block mask of a problem, if it has one.
 bool persists_sm90_backward(const Problem& p);
-/// Whether the heads are too wide for the kernels that are not for wide heads.
+/// Whether only the kernels for wide heads have these head dims.
 bool has_wide_heads(const Problem& p);
 
 }  // namespace flash_ext::plan

@@ -372,7 +372,7 @@ def test_the_backward_of_wide_heads(fields: dict[str, Any], head_dim: int) -> No
     [
         ({}, "wide heads"),
         ({"softcap": 3.0}, "softcap alone"),
-        ({"softcap": 5e4}, "all options"),
+        ({"softcap": 5e4}, "softcap alone"),
         ({"softcap": 3.0} | KEY_PADDING, "softcap and key-padding mask alone"),
         ({"has_alibi": True}, "ALiBi alone"),
         ({"has_alibi": True} | KEY_PADDING, "ALiBi and key-padding mask alone"),

@@ -72,26 +72,42 @@ def test_a_value_of_the_future_does_not_reach_earlier_rows(device: str, poison: 
     torch.testing.assert_close(after[:, 30:, :, :3], before[:, 30:, :, :3])
 
 
-# Two kernels of Hopper. In one, the last tile is short or not, or, without an option, not computed as a whole.
-@pytest.mark.parametrize("length", [192, 200, 420, 450, 480])
+# Two kernels of Hopper. In one, tiles begin with the first query that sees the keys: the last one is short or not, and
+# may run past the sequence's rows of scratch memory.
+@pytest.mark.parametrize(
+    ("length", "window"),
+    [
+        (192, {"causal": True}),
+        (200, {"causal": True}),
+        (420, {"causal": True}),
+        (450, {"causal": True}),
+        (480, {"causal": True}),
+        (384, {"window_size": (-1, 8)}),
+        (384, {"window_size": (-1, 8), "top_left": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("more_keys", [0, 16])
 @pytest.mark.parametrize("option", [None, "ALiBi"])
 @pytest.mark.parametrize("of", ["all", "the gradient of out"])  # whose lse is NaN, or finite
-def test_the_next_packed_sequence(device: str, dtype: torch.dtype, length: int, option: str | None, of: str) -> None:
+def test_the_next_packed_sequence(
+    device: str, dtype: torch.dtype, length: int, window: dict[str, Any], more_keys: int, option: str | None, of: str
+) -> None:
     """Tiles of queries that run past the end of a sequence hold rows of the next one, or rows without an lse."""
-    total = length + 100
-    tensors = [torch.randn(total, 4, 64, dtype=dtype, device=device) for _ in range(4)]
-    offsets = int32([0, length, total], device)
+    ends = {"q": length, "k": length + more_keys, "v": length + more_keys, "grad_out": length}
+    tensors = {name: torch.randn(end + 100, 4, 64, dtype=dtype, device=device) for name, end in ends.items()}
+    lengths = {f"cu_seqlens_{x}": int32([0, ends[x], ends[x] + 100], device) for x in "qk"}
+    slopes = torch.full((4,), 0.1, device=device) if option else None
 
     def gradients() -> list[torch.Tensor]:
-        q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
-        lengths = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": length}
-        slopes = torch.full((4,), 0.1, device=device) if option else None
-        out = flash_ext.attention(q, k, v, **lengths, causal=True, alibi_slopes=slopes)
-        return [x[:length] for x in torch.autograd.grad(out, (q, k, v), tensors[3])]
+        inputs = [tensors[name].clone().requires_grad_() for name in "qkv"]
+        out = flash_ext.attention(*inputs, **lengths, max_seqlen_q=length, **window, alibi_slopes=slopes)
+        found = torch.autograd.grad(out, inputs, tensors["grad_out"])
+        return [x[: ends[name]] for x, name in zip(found, "qkv", strict=True)]
 
     before = gradients()
-    for x in tensors if of == "all" else tensors[3:]:
-        x[length:] = torch.nan
+    for name in ends if of == "all" else ["grad_out"]:
+        tensors[name][ends[name] :] = torch.nan
     torch.testing.assert_close(gradients(), before)
 
 

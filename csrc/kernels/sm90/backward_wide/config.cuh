@@ -64,6 +64,7 @@ struct BackwardWideOptionsConfig : BackwardOptionsConfig<BackwardWideConfig<Elem
   // bits, registers do not suffice for what they keep beside the scores of a whole tile.
   static constexpr bool kReadsElements = !Base::kAny && (kOptions & kStepOfElements) != 0;
   static constexpr int kParts = !Base::kAny && !kReadsElements ? 1 : kHeadDim == 192 ? 2 : 4;
+  static constexpr int kQueriesOfPart = Base::kBlockM / kParts;
 };
 
 }  // namespace flash_ext::sm90

@@ -33,12 +33,12 @@ class BackwardWideValues : BackwardWideScores<Config> {
 
   /// One step. Without kSees, the tile sees only keys of the other CTA. Releasing Q releases lse, too, so P is stored
   /// before.
-  template <bool kSees, class Step>
-  __device__ __forceinline__ void step(const Step& at) {
+  template <bool kSees, class At>
+  __device__ __forceinline__ void step(const At& at) {
     Weights p, published;
     this->sanitise_queries(at, 0);
     this->wait_for_query();
-    if constexpr (kSees) this->weigh(p, published, at);
+    if constexpr (kSees) this->compute_p(p, published, at);
     wait_for_p_room();
     if constexpr (kSees) Tile::store(this->s_weights(), Config::kHasOptions ? published : p);
     this->release_query();
@@ -84,8 +84,8 @@ class BackwardWideGradients : BackwardWideKeysConsumer<Config> {
 
   /// One step, as above. Releasing dO releases D, too, so dS is stored before. dS takes the registers and the place of
   /// P.
-  template <bool kSees, class Step>
-  __device__ __forceinline__ void step(const Step& at) {
+  template <bool kSees, class At>
+  __device__ __forceinline__ void step(const At& at) {
     Scores dp;
     Weights weights;
     this->sanitise_queries(at, kWarpgroupThreads);
@@ -106,8 +106,8 @@ class BackwardWideGradients : BackwardWideKeysConsumer<Config> {
   }
 
   /// Computes dS from what was published of P, and stores it in its place.
-  template <class Step>
-  __device__ __forceinline__ void compute_ds(Weights& ds, const Scores& dp, const Step& at) const {
+  template <class At>
+  __device__ __forceinline__ void compute_ds(Weights& ds, const Scores& dp, const At& at) const {
     const uint32_t s_weights = this->s_weights();
     if constexpr (Config::kHasOptions) {
 #pragma unroll
@@ -121,13 +121,13 @@ class BackwardWideGradients : BackwardWideKeysConsumer<Config> {
   /// The same with options, for a part of the tile's queries.
   __device__ __forceinline__ void compute_ds_of_part(Weights& ds, const Scores& dp, uint32_t s_weights,
                                                      const BackwardWideStep& at, int part) const {
-    using Part = BackwardTile<Element, Config::kBlockM / Config::kParts>;
+    using Part = BackwardWidePart<Config>;
     auto& weights = reinterpret_cast<typename Part::Weights&>(ds[part * Part::kSteps]);
     const auto& gradients = reinterpret_cast<const typename Part::Scores&>(dp[0][part * Part::kN]);
-    const float* const s_minus_delta = storage_.minus_delta[at_.stage()] + part * Config::kBlockM / Config::kParts;
-    const uint32_t s_part = s_weights + part * panel_bytes(Config::kBlockM / Config::kParts);
+    const float* const s_minus_delta = storage_.minus_delta[at_.stage()] + part * Config::kQueriesOfPart;
+    const uint32_t s_part = s_weights + part * panel_bytes(Config::kQueriesOfPart);
     Part::load(weights, s_part);
-    if (Config::kAny ? storage_.options.drops : Config::may_have(kStepDrops)) {
+    if (Config::may_have(kStepDrops) && Base::p_.dropout.rule.threshold > 0) {
       Part::compute_ds_signed(weights, gradients, weights, s_minus_delta, Base::lane_);
     } else {
       constexpr bool kMayHide = Config::may_have(kStepBiased | kStepKeyBiased);

@@ -27,9 +27,9 @@ __device__ __forceinline__ uint32_t position_of_cluster(const BackwardWorkspace&
   return taken;
 }
 
-/// What the variant takes last: with options, how they lie in memory; else the scale of scores.
+/// What scores need: the options of the call, or without options the scale.
 template <class Config>
-using BackwardWideLast = std::conditional_t<Config::kHasOptions, BackwardWideOptions, float>;
+using BackwardWideScoring = std::conditional_t<Config::kHasOptions, BackwardWideOptions, float>;
 
 /// Warpgroup 0 loads and computes dQ, 1 computes dV, 2 computes dK.
 template <class Config>
@@ -37,7 +37,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     backward_wide_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
                          const __grid_constant__ BackwardWorkspace workspace,
                          const __grid_constant__ BackwardSchedule schedule,
-                         const __grid_constant__ BackwardWideLast<Config> last) {
+                         const __grid_constant__ BackwardWideScoring<Config> scoring) {
   extern __shared__ __align__(1024) char shared[];
   auto& storage = *reinterpret_cast<BackwardWideStorage<Config>*>(shared + Config::kTilesBytes);
   const BackwardTaskOf<Config> task(p, schedule, schedule.locate(position_of_cluster<Config>(workspace, storage)));
@@ -64,7 +64,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     ptx::acquire_registers<Config::kValueRegisters>();
     const int group = rank_of_consumer();
     find_large_lse(workspace, storage.work_tile, group, lane);
-    BackwardWideValues<Config>(p, workspace, storage, s_tiles, last, group, lane).run();
+    BackwardWideValues<Config>(p, workspace, storage, s_tiles, scoring, group, lane).run();
   } else {
     ptx::acquire_registers<Config::kGradientRegisters>();
     BackwardWideGradients<Config>(p, workspace, storage, s_tiles, rank_of_consumer(), lane).run();
@@ -74,12 +74,13 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
 
 /// Launches the main kernel. It starts when the kernel before it has ended: an early start made it slower.
 template <class Config>
-void launch_backward_wide(const BackwardParams& p, const BackwardArguments& a, const BackwardWideLast<Config>& last,
-                          cudaStream_t stream) {
+void launch_backward_wide(const BackwardParams& p, const BackwardArguments& a,
+                          const BackwardWideScoring<Config>& scoring, cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardWideStorage<Config>);
   static_assert(kSharedBytes <= kMaxSharedBytes);
   const LaunchShape keys{grid_of(Config::kCluster * a.schedule.positions()), dim3(Config::kThreads), kSharedBytes};
-  launch(kBackwardWideNames.main, backward_wide_kernel<Config>, keys, stream, p, a.maps, a.workspace, a.schedule, last);
+  launch(kBackwardWideNames.main, backward_wide_kernel<Config>, keys, stream, p, a.maps, a.workspace, a.schedule,
+         scoring);
 }
 
 /// Launches the main kernel for a call with options (options_kernel.cuh). It is instantiated in files of its own.

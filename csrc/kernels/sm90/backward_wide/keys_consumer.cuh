@@ -45,8 +45,8 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
   }
 
   /// Sanitises Q and dO of a step that hides pairs; `first`: this warpgroup's first thread among those that sanitise.
-  template <class Step>
-  __device__ __forceinline__ void sanitise_queries(const Step& at, int first) {
+  template <class At>
+  __device__ __forceinline__ void sanitise_queries(const At& at, int first) {
     if (!is_sanitised(at)) return;
     this->sanitise_rows(first + this->thread());
     this->release(storage_.sanitised);
@@ -78,7 +78,7 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
   uint32_t sanitised_parity_ = 0;
 
   __device__ __forceinline__ bool is_sanitised(int tile) const { return work_tile_.is_sanitised(tile); }
-  __device__ __forceinline__ bool is_sanitised(const BackwardWideStep& step) const { return step.is_sanitised; }
+  __device__ __forceinline__ bool is_sanitised(const BackwardWideStep& at) const { return at.is_sanitised; }
 
   template <class Step, class Skip>
   __device__ __forceinline__ void visit_head(Step step, Skip skip) {

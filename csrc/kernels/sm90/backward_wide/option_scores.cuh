@@ -16,11 +16,11 @@
 
 namespace flash_ext::sm90 {
 
-/// The options of a call, and how they lie in memory.
+/// What scores need of a call's options, and how these lie in memory.
 struct BackwardWideOptions {
   int flags;                        // StepFlags; kStepMasked if some step has it
   bool bias_of_keys, mask_of_keys;  // they are the same for all queries
-  bool bias_by_pairs;               // a bias of 16 bits, of which two keys of a query have 4 bytes of their own
+  bool bias_by_pairs;               // a bias of 16 bits; keys j and j + 1 (j even) share an aligned word of 4 bytes
   float scale, cap;                 // of ScoreFactors
 
   explicit BackwardWideOptions(const BackwardParams& p)
@@ -34,6 +34,10 @@ struct BackwardWideOptions {
   }
 };
 
+/// A part of a query tile, as passes go over it.
+template <class Config>
+using BackwardWidePart = BackwardTile<typename Config::Element, Config::kQueriesOfPart>;
+
 /// Adds the scores to BackwardWideKeysConsumer.
 template <class Config>
 class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
@@ -41,7 +45,6 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
   using Base = BackwardWideKeysConsumer<Config>;
   using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Storage,
       typename Base::Tile, typename Base::Weights;
-  using Step = BackwardWideStep;
 
   /// Passes no scale of scores: the options have it.
   __device__ __forceinline__ BackwardWideOptionScores(const BackwardParams& p, const BackwardWorkspace& workspace,
@@ -51,15 +54,15 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
 
  protected:
   using Base::at_, Base::kBlockM, Base::storage_, Base::workspace_;
-  static constexpr int kParts = Config::kParts, kQueriesOfPart = kBlockM / kParts;
-  using Part = BackwardTile<Element, kQueriesOfPart>;
+  static constexpr int kParts = Config::kParts, kQueriesOfPart = Config::kQueriesOfPart;
+  using Part = BackwardWidePart<Config>;
   using PartScores = typename Part::Scores;
   using PartWeights = typename Part::Weights;
   /// The bias of the lane's pairs, in the order of accumulators; or two keys of a query in each of the first half.
   using PartBias = uint32_t[Part::kN * 4];
 
   /// Computes P of a step, and what is published of it.
-  __device__ __forceinline__ void weigh(Weights& p, Weights& published, const Step& step) {
+  __device__ __forceinline__ void compute_p(Weights& p, Weights& published, const BackwardWideStep& step) {
     const int flags = step.is_masked ? call_.flags : call_.flags & ~kStepMasked;
     Scores s;
     PartBias bias;
@@ -72,7 +75,7 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
       Products::finish(s);
     }
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) weigh_part(p, published, s, bias, step, flags, part);
+    for (int part = 0; part < kParts; ++part) compute_p_of_part(p, published, s, bias, step, flags, part);
   }
 
  private:
@@ -80,7 +83,6 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
   using Kept = KeptTile<kBlockM>;
   using Barriers = BackwardBarriers<Config>;
 
-  __device__ __forceinline__ const BackwardOptions& options() const { return storage_.options; }
   __device__ __forceinline__ Sequence sequence_of(int head) const {
     Sequence sequence = work_tile_.sequence;
     sequence.head += head;
@@ -91,7 +93,7 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
 
   // ---- What is read or drawn before the scores are there ------------------------------------------------------------
 
-  __device__ __forceinline__ void prepare(PartBias& bias, const Step& step, int flags) {
+  __device__ __forceinline__ void prepare(PartBias& bias, const BackwardWideStep& step, int flags) {
     if (Config::template has<kStepKeyBiased>(flags) && step.head != head_) begin_head(step.head);
     if (Config::template has<kStepDrops>(flags) || Config::template has<kStepMasked>(flags)) share_words(step, flags);
     if (Config::template has<kStepBiased>(flags)) load_bias(bias, step, 0);
@@ -103,15 +105,7 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
     head_ = head;
     const Sequence sequence = sequence_of(head);
     const int lane = ptx::reread(lane_) % 16, key = min(this->first_key() + lane, sequence.seqlen_k - 1);
-    float bias = 0.0f;
-    if (call_.bias_of_keys) {
-      const BiasRows rows(p_.bias, sequence);
-      rows.with_type([&](auto type) { bias = rows.template load<decltype(type)>(0, key) * kLog2E; });
-    }
-    if (call_.mask_of_keys) {
-      const MaskRows mask(p_.mask, sequence);
-      bias = mask.data[key * mask.col_stride] ? bias : -INFINITY;
-    }
+    const float bias = key_bias_of(p_, sequence, key, call_.bias_of_keys, call_.mask_of_keys);
     __syncwarp();
     storage_.key_biases[16 * warp_ + lane] = bias;
     __syncwarp();
@@ -121,7 +115,7 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
   }
 
   /// Writes the step's words of kept weights and of visible pairs, one of each in a thread.
-  __device__ __forceinline__ void share_words(const Step& step, int flags) {
+  __device__ __forceinline__ void share_words(const BackwardWideStep& step, int flags) {
     const int word = 32 * ptx::reread(warp_) + ptx::reread(lane_);
     const uint32_t kept = Config::template has<kStepDrops>(flags) ? draw(step, word) : 0;
     const uint32_t visible = Config::template has<kStepMasked>(flags) ? look_up(step, word) : 0;
@@ -131,15 +125,16 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
     ptx::barrier_sync<Barriers::kWordsWritten, kWarpgroupThreads>();
   }
   /// The kept weights of a word of a KeptTile.
-  __device__ __forceinline__ uint32_t draw(const Step& step, int word) const {
+  __device__ __forceinline__ uint32_t draw(const BackwardWideStep& step, int word) const {
     const int i = step.tile * kBlockM + Kept::query(word);
     const int j = work_tile_.first_key + warpgroup_ * kWarpgroupRows + Kept::key(word);
-    const RandomKey key{options().key, options().batch_head + step.head};
+    RandomKey key = storage_.random_key;
+    key.batch_head += step.head;
     return draw_kept_weights(p_.dropout.rule, key, QueryRandomBits::of(key, dropout_query_group(i)),
                              KeyRandomBits::of(key, dropout_key_group(j)));
   }
   /// The pairs of a query and 32 keys that the masks leave.
-  __device__ __forceinline__ uint32_t look_up(const Step& step, int word) const {
+  __device__ __forceinline__ uint32_t look_up(const BackwardWideStep& step, int word) const {
     const Sequence sequence = sequence_of(step.head);
     uint32_t visible = ~0u;
     if (p_.mask.data) {
@@ -155,7 +150,7 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
   }
 
   /// Loads the bias of a part of a tile. What lies outside the tensor is any number: the weights there are 0.
-  __device__ __forceinline__ void load_bias(PartBias& bias, const Step& step, int part) const {
+  __device__ __forceinline__ void load_bias(PartBias& bias, const BackwardWideStep& step, int part) const {
     const int first_query = step.tile * kBlockM + part * kQueriesOfPart;
     if (has_bias_pairs()) {
       load_bias_pairs(bias, step.head, first_query);
@@ -190,8 +185,8 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
   // ---- Passes over the scores of a part of a tile -------------------------------------------------------------------
 
   /// P of a part of a tile, and what is published of it. `bias` is that of the part, and becomes that of the next one.
-  __device__ __forceinline__ void weigh_part(Weights& p_of_tile, Weights& published_of_tile, Scores& s_of_tile,
-                                             PartBias& bias, const Step& step, int flags, int part) {
+  __device__ __forceinline__ void compute_p_of_part(Weights& p_of_tile, Weights& published_of_tile, Scores& s_of_tile,
+                                                    PartBias& bias, const BackwardWideStep& step, int flags, int part) {
     PartScores& s = reinterpret_cast<PartScores&>(s_of_tile[0][part * Part::kN]);
     PartWeights& p = reinterpret_cast<PartWeights&>(p_of_tile[part * Part::kSteps]);
     PartWeights& published = reinterpret_cast<PartWeights&>(published_of_tile[part * Part::kSteps]);
@@ -247,7 +242,9 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
     }
     if (Config::template has<kStepAlibi>(flags)) {
       const int distance = query_of_lane(first_query) + work_tile_.sequence.offset - key_of_lane();
-      AlibiOfLane<true>{options().slopes[head] * kLog2E, static_cast<float>(distance)}.add(s);
+      const Sequence& sequence = work_tile_.sequence;
+      const float slope = p_.alibi_slopes[sequence.batch * p_.alibi_batch_stride + sequence.head + head] * kLog2E;
+      AlibiOfLane<true>{slope, static_cast<float>(distance)}.add(s);
     }
   }
   __device__ __forceinline__ int query_of_lane(int first_query) const {

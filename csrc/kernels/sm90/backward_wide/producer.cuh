@@ -67,48 +67,46 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
   using Base::at_, Base::lane_, Base::s_tiles_, Base::storage_, Base::warp_, Base::work_tile_;
 
   __device__ __forceinline__ void load_first() {
-    Step second = work_tile_.first_step();
-    work_tile_.advance(second);
-    load_first(work_tile_.first_step(), second);
-  }
-  __device__ __forceinline__ void load_first(const Step& first, const Step& second) {
-    this->load_queries(first);
-    this->load_grads(first);
-    this->load_second(second);
+    Step step = work_tile_.first_step();
+    this->load_queries(step);
+    this->load_grads(step);
+    work_tile_.advance(step);
+    this->load_second(step);
   }
 
   /// The steps that masks leave, each found two steps before its dQ.
   __device__ __forceinline__ void run_found() {
-    BackwardWideSteps<Config> steps(Base::workspace_, storage_, lane_);
+    BackwardWideSteps<Config> steps(Base::p_, Base::workspace_, work_tile_, lane_);
     Step now = steps.next();
-    if (warp_ == 0) load_found(steps, now);
-    if (steps.is_past(now)) return;
+    if (warp_ == 0) load_found(steps.describe(now));
+    if (is_past(now)) return;
     Step next = steps.next();
     if (warp_ == 0) {
       at_.advance();
-      load_found(steps, next);
+      load_found(steps.describe(next));
       at_.count = 0;
     }
 #pragma unroll 1
     while (true) {
       add(now);
-      if (steps.is_past(next)) return;
+      if (is_past(next)) return;
       now = next;
       next = steps.next();
       if (warp_ == 0) {
+        const BackwardWideStep found = steps.describe(next);
         wait_for(storage_.do_empty[at_.stage()], at_.parity());
         wait_for(storage_.q_empty[at_.stage()], at_.parity());
-        load_found(steps, next);
+        load_found(found);
       }
       at_.advance();
     }
   }
+  __device__ __forceinline__ bool is_past(const Step& step) const { return step.head >= work_tile_.heads; }
   /// Loads a step in the stages of at_, which are free, or says that there is none.
-  __device__ __forceinline__ void load_found(const BackwardWideSteps<Config>& steps, const Step& step) const {
+  __device__ __forceinline__ void load_found(const BackwardWideStep& step) const {
     const uint32_t stage = at_.stage();
-    const bool is_past = steps.is_past(step);
-    if (lane_ == 0) storage_.steps[stage] = is_past ? BackwardWideStep{step, false, false} : steps.describe(step);
-    if (is_past) return this->release(storage_.q_full[stage]);
+    if (lane_ == 0) storage_.steps[stage] = step;
+    if (is_past(step)) return this->release(storage_.q_full[stage]);
     this->load_queries(step);
     this->load_grads(step);
   }

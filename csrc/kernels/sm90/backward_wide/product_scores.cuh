@@ -20,7 +20,7 @@ class BackwardWideProductScores : protected BackwardWideKeysConsumer<Config> {
 
  protected:
   /// Computes P of a step. All of it is published.
-  __device__ __forceinline__ void weigh(Weights& p, Weights&, int tile) const {
+  __device__ __forceinline__ void compute_p(Weights& p, Weights&, int tile) const {
     Scores s;
     Products::multiply(s, Base::keys_, this->query_tile());
     this->softmax_step(s);

@@ -7,14 +7,14 @@
 
 namespace flash_ext::sm90 {
 
-/// Finds the steps in their order, for one warp: 32 query tiles of a head at a time, one per lane. Registers are short,
-/// so the states of tiles are asked for when they are needed, which is two steps before dQ of the first one.
+/// Finds the steps in their order, for one warp: 32 query tiles of a head at a time, one per lane. It is no
+/// BackwardStepWindow: that asks for the next tiles' states early, and here no registers are left to keep them.
 template <class Config>
 class BackwardWideSteps {
  public:
-  __device__ __forceinline__ BackwardWideSteps(const BackwardWorkspace& workspace,
-                                               const BackwardWideStorage<Config>& storage, int lane)
-      : workspace_(workspace), storage_(storage), lane_(lane), first_(storage.work_tile.first_step()) {
+  __device__ __forceinline__ BackwardWideSteps(const BackwardParams& p, const BackwardWorkspace& workspace,
+                                               const BackwardWorkTile<Config>& work_tile, int lane)
+      : p_(p), workspace_(workspace), work_tile_(work_tile), lane_(lane), first_(work_tile.first_step()) {
     look();
   }
 
@@ -23,42 +23,41 @@ class BackwardWideSteps {
     while (left_ == 0) {
       if (is_past(first_)) return first_;
       first_.tile += 32;
-      if (first_.tile >= work_tile().tiles.end) first_ = {first_.head + 1, work_tile().tiles.begin};
+      if (first_.tile >= work_tile_.tiles.end) first_ = {first_.head + 1, work_tile_.tiles.begin};
       look();
     }
     const uint32_t bit = left_ & -left_;
     left_ ^= bit;
     return {first_.head, first_.tile + __ffs(static_cast<int>(bit)) - 1};
   }
-  __device__ __forceinline__ bool is_past(const BackwardStep& step) const { return step.head >= work_tile().heads; }
+  __device__ __forceinline__ bool is_past(const BackwardStep& step) const { return step.head >= work_tile_.heads; }
 
-  /// What the consumers must know of a step that is not past the last one.
+  /// What the consumers must know of a step.
   __device__ __forceinline__ BackwardWideStep describe(const BackwardStep& step) const {
-    const BackwardOptions& options = storage_.options;
-    const bool has_non_finite =
-        options.hides &&
-        workspace_.has_non_finite[work_tile().workspace_tile + step.head * workspace_.tiles_per_head + step.tile] != 0;
-    return {step, options.masks && state_of(step) == kTileMasked,
-            work_tile().is_sanitised(step.tile) || has_non_finite};
+    if (is_past(step)) return {step, false, false};
+    const int64_t tile = work_tile_.workspace_tile + step.head * workspace_.tiles_per_head + step.tile;
+    const bool has_non_finite = hides_pairs(p_) && workspace_.has_non_finite[tile] != 0;
+    return {step, has_masks() && state_of(step) == kTileMasked, work_tile_.is_sanitised(step.tile) || has_non_finite};
   }
 
  private:
-  __device__ __forceinline__ const BackwardWorkTile<Config>& work_tile() const { return storage_.work_tile; }
+  __device__ __forceinline__ bool has_masks() const { return p_.mask.data || p_.blocks.offsets; }
   __device__ __forceinline__ int state_of(const BackwardStep& step) const {
-    const Sequence& sequence = work_tile().sequence;
+    const Sequence& sequence = work_tile_.sequence;
     return workspace_.visibility.state_of(sequence.batch, sequence.head + step.head,
-                                          work_tile().first_key / Config::kBlockN, step.tile);
+                                          work_tile_.first_key / Config::kBlockN, step.tile);
   }
   /// Finds which of the tiles from first_ on have steps.
   __device__ __forceinline__ void look() {
     const BackwardStep step = {first_.head, first_.tile + lane_};
-    bool is_left = !is_past(step) && step.tile < work_tile().tiles.end;
-    if (is_left && storage_.options.masks) is_left = state_of(step) != kTileHidden;
+    bool is_left = !is_past(step) && step.tile < work_tile_.tiles.end;
+    if (is_left && has_masks()) is_left = state_of(step) != kTileHidden;
     left_ = __ballot_sync(~0u, is_left);
   }
 
+  const BackwardParams& p_;
   const BackwardWorkspace& workspace_;
-  const BackwardWideStorage<Config>& storage_;
+  const BackwardWorkTile<Config>& work_tile_;
   const int lane_;
   BackwardStep first_;  // the first of the 32 tiles
   uint32_t left_;       // bits of those whose steps are to come

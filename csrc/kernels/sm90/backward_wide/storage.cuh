@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "config.cuh"
-#include "kernels/common/backward/options.cuh"
 #include "kernels/common/dropout/random_bits.cuh"
 #include "kernels/sm90/common/backward/storage.cuh"
 
@@ -32,10 +31,12 @@ struct BackwardWideOptionStorage<Config, true> {
   __align__(8) uint32_t visible[kWarpgroupThreads];  // by masks of pairs: word (group of 32 keys, query)
   float key_biases[kWarpgroupRows];                  // to base 2; of a key that is hidden: -inf
   BackwardWideStep steps[Config::kStages];           // they come with Q; past the last one, the head is past the group
-  BackwardOptions options;
+  RandomKey random_key;                              // of dropout, for the first head
 
   __device__ __forceinline__ void prepare(const BackwardParams& p, const Sequence& sequence) {
-    options = BackwardOptions(p, sequence);
+    if (p.dropout.rule.threshold > 0)
+      random_key = {philox_key(p.dropout.rng[0], p.dropout.rng[1]),
+                    static_cast<uint32_t>(sequence.batch * p.heads_q + sequence.head)};
   }
 };
 

@@ -12,20 +12,24 @@
 
 namespace flash_ext::sm90 {
 
-/// Returns what a per-key bias or mask adds to a key's scores, to base 2. kMaskAlone: only the mask; if there is a
-/// bias, it is one of pairs.
-template <bool kMaskAlone>
-__device__ __forceinline__ float key_bias_of(const BackwardParams& p, const Sequence& sequence, int key) {
+/// Returns what a per-key bias, if there is one (has_bias), and a per-key mask add to a key's scores, to base 2.
+__device__ __forceinline__ float key_bias_of(const BackwardParams& p, const Sequence& sequence, int key, bool has_bias,
+                                             bool has_mask) {
   float x = 0.0f;
-  if (!kMaskAlone && p.bias.data) {
+  if (has_bias) {
     const BiasRows bias(p.bias, sequence);
     bias.with_type([&](auto type) { x = bias.template load<decltype(type)>(0, key) * kLog2E; });
   }
-  if (p.mask.data) {
+  if (has_mask) {
     const MaskRows mask(p.mask, sequence);
     x = mask.data[key * mask.col_stride] ? x : -INFINITY;
   }
   return x;
+}
+/// The same for calls without a mask of pairs. kMaskAlone: if there is a bias, it is one of pairs.
+template <bool kMaskAlone>
+__device__ __forceinline__ float key_bias_of(const BackwardParams& p, const Sequence& sequence, int key) {
+  return key_bias_of(p, sequence, key, !kMaskAlone && p.bias.data, p.mask.data);
 }
 
 /// What dropout needs: the words of kept weights of a step, in one slot, and the key from which random bits are

@@ -20,14 +20,17 @@ inline bool has_options(const BackwardParams& p) {
   return p.softcap > 0 || p.alibi_slopes || hides_pairs(p) || p.dropout.rule.threshold > 0;
 }
 
-/// Calls run(std::integral_constant<int, options>()) for the variant of the table that is for these options.
-template <const auto& kVariants, size_t kIndex = 0, class Run>
+/// Calls run(std::integral_constant<int, options()>) for the variant of the table that is for these options, or for
+/// kAnyOptions.
+template <const auto& kVariants, bool kHasAny = false, size_t kIndex = 0, class Run>
 void with_options_of(int options, Run run) {
-  if constexpr (kIndex == std::size(kVariants)) {
-    fail("no variant of the backward is for these options");
-  } else {
+  if constexpr (kIndex < std::size(kVariants)) {
     if (options == kVariants[kIndex]) return run(std::integral_constant<int, kVariants[kIndex]>());
-    with_options_of<kVariants, kIndex + 1>(options, run);
+    with_options_of<kVariants, kHasAny, kIndex + 1>(options, run);
+  } else if constexpr (kHasAny) {
+    run(std::integral_constant<int, kAnyOptions>());
+  } else {
+    fail("no variant of the backward is for these options");
   }
 }
 

@@ -361,11 +361,10 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
         sanitise_rows(step);
     }
   }
-  /// Whether a step may have rows that are no queries of the sequence, while its first such row has an lse. Where key
-  /// tiles are anchored, the last tile of a head may run past the sequence's tiles of row terms, whose unused rows have
-  /// an lse of Inf. With tails it does not: a multiple of 32 queries is computed, and tiles begin at such multiples.
+  /// Whether a step may have rows that are no queries of the sequence. Where key tiles are anchored, these may have no
+  /// lse, or be rows of the next sequence. Only the last tile of a head has such rows.
   __device__ __forceinline__ static bool may_run_past_queries(const Steps& step) {
-    if constexpr (Config::kAnchored && !Config::kListsBlocks && !Config::kHasTails) return step.tile == step.last;
+    if constexpr (Config::kAnchored && !Config::kListsBlocks) return step.tile == step.last;
     return false;
   }
   /// Returns whether some pair is hidden; if so, sets `visible` to the pairs that are not.

@@ -21,9 +21,9 @@ namespace flash_ext::sm90 {
 template <class Element, int kBlockM>
 struct BackwardTile {
   static constexpr int kN = kBlockM / 8;
-  static constexpr int kSteps = kBlockM / 16;  // of products over queries
-  using Scores = float[1][kN][4];
+  static constexpr int kSteps = kBlockM / 16;     // of products over queries
   static constexpr uint32_t kSigns = 0x80008000;  // of both 16-bit numbers of a register
+  using Scores = float[1][kN][4];
   using Weights = uint32_t[kSteps][4];  // P or dS as an operand: pair r of accumulator n in register 4 k + e = 2 n + r
 
   /// Calls f(x, term, n, e) for every score and its query's term of s_terms.
@@ -111,7 +111,7 @@ struct BackwardTile {
   __device__ __forceinline__ static void hide_by_words(Weights& pairs, uint32_t s_words, int warp, int lane) {
     const int at = ptx::reread(lane), shift = 7 - at / 4;
     const uint32_t keys_of_warp = warp % 2 ? 0x7632 : 0x5410;  // of two words, as __byte_perm takes them
-    const uint32_t s_lane = s_words + 4 * (2 * (at % 4));
+    const uint32_t s_lane = s_words + 8 * (at % 4);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const uint2 words = load_shared<uint2>(s_lane + 32 * n);

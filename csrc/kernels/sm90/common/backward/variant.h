@@ -58,7 +58,8 @@ constexpr bool serves_beside_pipelined(int options) { return !pipelines(options,
 /// Whether the pipelined loop can add to dQ in turns. A mask of pairs leaves out steps, whose turns nobody would take.
 constexpr bool can_take_turns(int options) { return (options & kStepMasked) == 0; }
 
-/// Options with a kernel of their own for wide heads: one, alone or beside a per-key bias or mask.
+/// Options with a kernel of their own for wide heads: one alone, some also beside a per-key bias or mask. All of these
+/// kernels bound a LargeLse.
 constexpr int kWideOptions[] = {kStepAlibi,
                                 kStepSoftcapped,
                                 kStepBiased,
@@ -110,7 +111,7 @@ constexpr int serving_wide_options(const BackwardAsked& call, bool has_even_keys
   int options = options_of(call);
   if (options == 0) return 0;
   if ((options & kStepBiased) != 0 && !by_pairs) options |= kStepOfElements;
-  return has_variant(kWideOptions, options) && !call.large_softcap ? options : kAnyOptions;
+  return has_variant(kWideOptions, options) ? options : kAnyOptions;
 }
 
 }  // namespace flash_ext::sm90
