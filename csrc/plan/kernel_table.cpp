@@ -78,8 +78,8 @@ constexpr KernelRow kTable[] = {
     // kernels for compute capability 9.0 serve.
     {KernelId::kSm90BackwardOptions, "sm90/backward_options", &kHopper, kBackward, kHalf, 64, kSm90BackwardOptions,
      kWgmmaAndTma, choose_sm90_backward_options_tiles, sm90_backward_options_tiles, nullptr, false, true},
-    // For wider heads, shared memory has no room for a wide bias together with masks or dropout. A per-key bias would
-    // need none, but features do not tell it apart.
+    // For head dims from 65 to 128, shared memory has no room for a wide bias together with masks or dropout. A per-key
+    // bias would need none, but features do not tell it apart.
     {KernelId::kSm90BackwardOptions, "sm90/backward_options", &kHopper, kBackward, kHalf, sm90::kMaxNarrowHeadDim,
      kSm90BackwardOptions & ~kWideBiasBesideMasks, kWgmmaAndTma, choose_sm90_backward_options_tiles,
      sm90_backward_options_tiles, nullptr, false, true},

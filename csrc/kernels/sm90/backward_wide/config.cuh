@@ -60,8 +60,9 @@ struct BackwardWideOptionsConfig : BackwardOptionsConfig<BackwardWideConfig<Elem
   static constexpr int kMoreRegisters = Base::kAny ? 8 : 0;
   static constexpr int kValueRegisters = Base::kValueRegisters + kMoreRegisters;
   static constexpr int kGradientRegisters = Base::kGradientRegisters - kMoreRegisters;
-  // The passes over scores, and over dS, go over a part of a tile's queries each: with any options, or a bias in 32
-  // bits, registers do not suffice for what they keep beside the scores of a whole tile.
+  // The passes over scores, and over dS, go over a part of a tile's queries each: with any options, or a bias read by
+  // elements, which takes a 32-bit register each, registers do not suffice for what they keep beside the scores of a
+  // whole tile.
   static constexpr bool kReadsElements = !Base::kAny && (kOptions & kStepOfElements) != 0;
   static constexpr int kParts = !Base::kAny && !kReadsElements ? 1 : kHeadDim == 192 ? 2 : 4;
   static constexpr int kQueriesOfPart = Base::kBlockM / kParts;

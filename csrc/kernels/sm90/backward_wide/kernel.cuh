@@ -44,7 +44,8 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
   if (!task.exists()) return;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   const int rank = static_cast<int>(ptx::cluster_rank());
-  // With options, no register is left for addresses that both warpgroups of consumers could share.
+  // reread() keeps the compiler from computing addresses of both consumer warpgroups before the branch: with options no
+  // registers are left to hold them.
   const auto rank_of_consumer = [=] { return Config::kHasOptions ? ptx::reread(rank) : rank; };
   const uint32_t s_tiles = ptx::shared_address(shared);
   // K and V are loaded while the work tile is still being computed.

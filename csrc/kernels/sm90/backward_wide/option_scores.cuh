@@ -1,8 +1,9 @@
-// Options of wide heads. The warpgroup of S, P and dV does all that they do to scores, one pass over its scores each,
-// with a branch for the whole tile. What the warpgroup of dP and dS must know is in what is published in P's place: P
-// times the softcap's derivative, and the sign of each weight that dropout dropped is set.
+// Options of wide heads. The warpgroup of S, P and dV applies all of them, in passes over its scores. The kernel of any
+// options tests for each option once per pass, not per score; those of one option only test whether a tile has masked
+// pairs. What the warpgroup of dP and dS must know is in what is published in P's place: P times the softcap's
+// derivative, with the sign of each weight set that dropout drops.
 //
-// Shared memory is full at head_dim 256. So a bias goes from global memory to registers, while S is multiplied.
+// Shared memory is full at head_dim 256. So a bias goes from global memory to registers.
 #pragma once
 
 #include "kernels/common/mask/visibility.cuh"
@@ -58,7 +59,8 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
   using Part = BackwardWidePart<Config>;
   using PartScores = typename Part::Scores;
   using PartWeights = typename Part::Weights;
-  /// The bias of the lane's pairs, in the order of accumulators; or two keys of a query in each of the first half.
+  /// The lane's biases: floats in the order of accumulators; or, read by pairs, two 16-bit biases of one query in each
+  /// register of the first half.
   using PartBias = uint32_t[Part::kN * 4];
 
   /// Computes P of a step, and what is published of it.
@@ -209,7 +211,7 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
     select_published(published, p, slopes, flags, part * Part::kSteps);
   }
 
-  /// Replaces products by scores over the cap, and computes the softcap's derivatives.
+  /// Replaces products by tanh(scaled product / cap), and computes the softcap's derivatives.
   __device__ __forceinline__ void cap(PartScores& s, PartWeights& slopes) const {
     const float scale = call_.scale;
     for_each_score(s, [&](float& x, int, int, int) { x = softcap_tanh<Element>(x * scale); });
@@ -218,8 +220,8 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
     });
   }
 
-  /// Replaces products, or scores over the cap, by the exponents of P. Those of pairs that a bias hides become -inf,
-  /// even if the sum overflowed.
+  /// Replaces products, or with a softcap their tanh, by the exponents of P. Those of pairs that a bias hides become
+  /// -inf, even if the sum overflowed.
   __device__ __forceinline__ void compute_exponents(PartScores& s, const PartBias& bias, const float* s_lse, int flags,
                                                     int first_query, int head) const {
     const float scale = Config::template has<kStepSoftcapped>(flags) ? call_.cap : call_.scale;
@@ -266,8 +268,9 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
     Part::for_each_pair([&](int k, int e, int, int) { p[k][e] &= shown[e % 2]; });
   }
 
-  /// Multiplies by the softcap's derivatives, and drops weights. Of a hidden pair, whose derivative may be NaN, 0 is
-  /// published. first_step: the first sixteen queries in the tile.
+  /// Publishes P times the softcap's derivative. Where dropout drops a weight, zeroes it in p and sets its sign in
+  /// `published`. A hidden pair publishes 0, as its derivative may be NaN. first_step: number of the part's first
+  /// sixteen queries in the tile.
   __device__ __forceinline__ void select_published(PartWeights& published, PartWeights& p, const PartWeights& slopes,
                                                    int flags, int first_step) const {
     Part::for_each_pair([&](int k, int e, int, int) { published[k][e] = p[k][e]; });

@@ -8,7 +8,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Launches the main kernel behind the kernel that looks at masks.
+/// Launches the kernel that turns masks into bits and tile states, if there are masks, and then the main kernel.
 template <class Element, int kHeadDim>
 void launch_backward_wide_options(const BackwardParams& p, const BackwardArguments& a, cudaStream_t stream) {
   using Plain = BackwardWideConfig<Element, kHeadDim>;

@@ -12,7 +12,7 @@ namespace flash_ext::sm90 {
 
 /// A step with options.
 struct alignas(16) BackwardWideStep : BackwardStep {
-  int is_masked;     // whether a mask of pairs hides some pair
+  int is_masked;     // whether a mask, of pairs or of keys, hides some pair
   int is_sanitised;  // whether some pair may be hidden, and Q or dO may hold Inf or NaN
 };
 

@@ -1,5 +1,5 @@
 // What the warps of a CTA share for options of the pipelined loop, behind the tiles: option_scores.cuh says when it is
-// written.
+// written. Wide heads take key_bias_of(), too.
 #pragma once
 
 #include "kernels/common/dropout/random_bits.cuh"
@@ -12,7 +12,8 @@
 
 namespace flash_ext::sm90 {
 
-/// Returns what a per-key bias, if there is one (has_bias), and a per-key mask add to a key's scores, to base 2.
+/// Returns what a per-key bias (if has_bias) and a per-key mask (if has_mask) add to a key's scores, to base 2; -inf
+/// where the mask hides the key.
 __device__ __forceinline__ float key_bias_of(const BackwardParams& p, const Sequence& sequence, int key, bool has_bias,
                                              bool has_mask) {
   float x = 0.0f;

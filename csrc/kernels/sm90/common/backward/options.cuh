@@ -20,8 +20,8 @@ inline bool has_options(const BackwardParams& p) {
   return p.softcap > 0 || p.alibi_slopes || hides_pairs(p) || p.dropout.rule.threshold > 0;
 }
 
-/// Calls run(std::integral_constant<int, options()>) for the variant of the table that is for these options, or for
-/// kAnyOptions.
+/// Calls run(std::integral_constant<int, options()>) for the variant of the table that is for these options. kHasAny:
+/// or for kAnyOptions, if the table has none.
 template <const auto& kVariants, bool kHasAny = false, size_t kIndex = 0, class Run>
 void with_options_of(int options, Run run) {
   if constexpr (kIndex < std::size(kVariants)) {

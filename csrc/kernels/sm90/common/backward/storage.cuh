@@ -42,7 +42,8 @@ struct BackwardBarriers {
     kKeptWritten0 = kKeysSanitised0 + kKeyGroups<Config>,
     kKeptWritten1,
     kKeptWritten2,
-    kWordsRead,  // of the step before, by the warpgroup that computes the words of this one
+    // Of wide heads: the words of the step before have been read; those of this step are written.
+    kWordsRead,
     kWordsWritten,
   };
 

@@ -58,8 +58,8 @@ constexpr bool serves_beside_pipelined(int options) { return !pipelines(options,
 /// Whether the pipelined loop can add to dQ in turns. A mask of pairs leaves out steps, whose turns nobody would take.
 constexpr bool can_take_turns(int options) { return (options & kStepMasked) == 0; }
 
-/// Options with a kernel of their own for wide heads: one alone, some also beside a per-key bias or mask. All of these
-/// kernels bound a LargeLse.
+/// Options with a kernel of their own for wide heads: one alone, some also beside a per-key bias or mask. Each of
+/// these kernels can bound weights (LargeLse), so a large softcap needs no other.
 constexpr int kWideOptions[] = {kStepAlibi,
                                 kStepSoftcapped,
                                 kStepBiased,
@@ -72,7 +72,8 @@ constexpr int kWideOptions[] = {kStepAlibi,
                                 kStepBiased | kStepKeyBiased,
                                 kStepDrops | kStepKeyBiased};
 
-/// With a larger softcap an lse may have to be bounded (LargeLse), for which the variant of softcap alone has no room.
+/// Up to head_dim 128. With a larger softcap, weights may have to be bounded (LargeLse), for which the variant of
+/// softcap alone has no registers.
 constexpr double kLargestSoftcapAlone = 4e4;
 
 /// What a call asks for.
