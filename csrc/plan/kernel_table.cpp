@@ -46,10 +46,10 @@ constexpr unsigned kSm90Forward = kAllFeatures & ~(kWideBias | kNotByTma);
 constexpr unsigned kSm90Cache = kAnyShape | kOwnValueDim | kFewTiles;
 constexpr unsigned kSm90Backward =
     kAllFeatures & ~(kDeterministicBesideMasks | kWideBiasBesideMasks | kNotPositiveScale | kNotByTma);
-constexpr unsigned kSm90BackwardOptions = kAllFeatures & ~(kDeterministicBesideOptions | kNotPositiveScale | kNotByTma);
-constexpr unsigned kSm90PlainBackward = kAnyShape | kOwnValueDim | kOnlyWithBias | kDeterministic | kOnlyInTurns;
-constexpr unsigned kSm90PersistentBackward =
-    (kSm90PlainBackward | kBias | kMask | kBlockMask | kSoftcap | kAlibi) & ~kDeterministicBesideOptions;
+constexpr unsigned kSm90BackwardAnyOptions =
+    kAllFeatures & ~(kDeterministicBesideOptions | kNotPositiveScale | kNotByTma);
+constexpr unsigned kSm90PersistentBackward = kAnyShape | kOwnValueDim | kBias | kOnlyWithBias | kMask | kBlockMask |
+                                             kSoftcap | kAlibi | kDeterministic | kDeterministicBesideMasks;
 constexpr unsigned kSm90BiasGradient = kAllFeatures & ~(kMask | kBlockMask | kDropout | kBiasOfOddRows | kNotByTma);
 
 constexpr char kWgmma[] = "wgmma, for compute capability 9.0";
@@ -74,17 +74,17 @@ constexpr KernelRow kTable[] = {
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, sm90::kMaxNarrowHeadDim, kSm90Backward,
      kWgmmaAndTma, choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true, DecodeSplits::kForSms,
      overlaps_sm90_backward},
-    // This kernel does not serve `deterministic` with options: the rows above have taken those of these calls that
+    // These kernels do not serve `deterministic` with options: the rows above have taken those of these calls that
     // kernels for compute capability 9.0 serve.
-    {KernelId::kSm90BackwardOptions, "sm90/backward_options", &kHopper, kBackward, kHalf, 64, kSm90BackwardOptions,
+    {KernelId::kSm90BackwardOptions, "sm90/backward_options", &kHopper, kBackward, kHalf, 64, kSm90BackwardAnyOptions,
      kWgmmaAndTma, choose_sm90_backward_options_tiles, sm90_backward_options_tiles, nullptr, false, true},
     // For head dims from 65 to 128, shared memory has no room for a wide bias together with masks or dropout. A per-key
     // bias would need none, but features do not tell it apart.
     {KernelId::kSm90BackwardOptions, "sm90/backward_options", &kHopper, kBackward, kHalf, sm90::kMaxNarrowHeadDim,
-     kSm90BackwardOptions & ~kWideBiasBesideMasks, kWgmmaAndTma, choose_sm90_backward_options_tiles,
+     kSm90BackwardAnyOptions & ~kWideBiasBesideMasks, kWgmmaAndTma, choose_sm90_backward_options_tiles,
      sm90_backward_options_tiles, nullptr, false, true},
     // For wide heads alone: narrower ones would be filled up by zeros.
-    {KernelId::kSm90BackwardWide, "sm90/backward_wide", &kHopper, kBackward, kHalf, 256, kSm90BackwardOptions,
+    {KernelId::kSm90BackwardWide, "sm90/backward_wide", &kHopper, kBackward, kHalf, 256, kSm90BackwardAnyOptions,
      kWgmmaAndTma, choose_sm90_backward_wide_tiles, sm90_backward_wide_tiles, nullptr, false, true,
      DecodeSplits::kForSms, has_wide_heads},
     {KernelId::kSm90BackwardF32, "sm90/backward_f32", &kHopper, kBackward, kFloat, 256, kSm90F32, kWgmma,

@@ -93,7 +93,7 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
   /// The lane's first key, counted from the first one of the sequence.
   __device__ __forceinline__ int key_of_lane() const { return this->first_key() + ptx::reread(lane_) / 4; }
 
-  // ---- What is read or drawn before the scores are there ------------------------------------------------------------
+  // ---- What is read or computed before the scores are there ---------------------------------------------------------
 
   __device__ __forceinline__ void prepare(PartBias& bias, const BackwardWideStep& step, int flags) {
     if (Config::template has<kStepKeyBiased>(flags) && step.head != head_) begin_head(step.head);
@@ -262,7 +262,7 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
     });
   }
 
-  /// Zeroes weights of keys that a per-key bias or mask hides. They may be NaN.
+  /// Zeroes weights of keys that a per-key bias or mask hides, as they may be NaN.
   __device__ __forceinline__ void hide_keys(PartWeights& p) const {
     const uint32_t shown[2] = {key_bias(0) == -INFINITY ? 0u : ~0u, key_bias(1) == -INFINITY ? 0u : ~0u};
     Part::for_each_pair([&](int k, int e, int, int) { p[k][e] &= shown[e % 2]; });

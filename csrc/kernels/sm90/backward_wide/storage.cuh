@@ -16,7 +16,8 @@ struct alignas(16) BackwardWideStep : BackwardStep {
   int is_sanitised;  // whether some pair may be hidden, and Q or dO may hold Inf or NaN
 };
 
-/// What options need. The words are those of one step: its warps wait for each other before and after they write them.
+/// What options need. Words are those of one step: the warps that compute P wait for each other before and after they
+/// write them.
 template <class Config, bool kHasOptions = Config::kHasOptions>
 struct BackwardWideOptionStorage {
   __device__ __forceinline__ void prepare(const BackwardParams&, const Sequence&) {}
