@@ -89,6 +89,18 @@ def short_calls() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"short causal={causal} {dtype} {head_dim}", run
 
 
+def large_calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """With more tiles of keys than run at a time: then the main kernel of the backward zeroes sums of dQ."""
+    masks: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}, "softcap": {"softcap": 5.0}}
+    for dtype, head_dim, name in itertools.product(DTYPES[1:], (64, 128, 192, 256), masks):
+
+        def run(dtype: torch.dtype = dtype, head_dim: int = head_dim, name: str = name) -> object:
+            call = make_call(2, 150, 400, 64, 64, head_dim, dtype=dtype, device="cuda", **masks[name])
+            return run_library(call.with_random_gradients(), ("q", "k", "v"))
+
+        yield f"large {name} {dtype} {head_dim}", run
+
+
 def packed_calls() -> Iterator[tuple[str, Callable[[], object]]]:
     for dtype, dims, causal in itertools.product(DTYPES, HEAD_DIMS, (False, True)):
 
@@ -227,7 +239,7 @@ def block_lists() -> list[flash_ext.BlockMask]:
 def main() -> int:
     pattern = re.compile(sys.argv[1] if len(sys.argv) > 1 else "")
     count = 0
-    for calls in (attention_calls, short_calls, packed_calls, wild_calls, decode_calls, other_calls):
+    for calls in (attention_calls, short_calls, large_calls, packed_calls, wild_calls, decode_calls, other_calls):
         for name, run in calls():
             if pattern.search(name):
                 print(name, flush=True)

@@ -110,7 +110,7 @@ def test_scores_of_many_tiles(
 def test_more_tiles_of_keys_than_a_gpu_works_on(
     device: str, dtype: torch.dtype, head_dim: int, mask: dict[str, Any]
 ) -> None:
-    """Blocks side by side add to the same dQ, which the kernel before has cleared."""
+    """Blocks side by side add to the same dQ, which must be zero before."""
     batch, heads = (1, 2) if device == "cpu" else (2, 32)
     assert_matches_oracle(make_call(batch, 700, 520, heads, heads // 2, head_dim, dtype=dtype, device=device, **mask))
 

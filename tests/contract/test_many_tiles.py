@@ -10,12 +10,15 @@ import torch
 import flash_ext
 from tests.oracle import (
     FLOATS,
+    Call,
     assert_alike,
     assert_hoppers_own_forward,
+    assert_kernel_on_hopper,
     assert_matches_oracle,
     int32,
     make_call,
     make_varlen_call,
+    random,
     run_library,
 )
 
@@ -134,21 +137,54 @@ GRADIENT_MASKS: dict[str, dict[str, Any]] = {
 }
 
 
+def more_tiles_of_keys_than_sms(device: str, head_dim: int, dtype: torch.dtype, **options: Any) -> Call:
+    """Hopper's backward then has CTAs that go from one tile of keys to the next, or that zero sums of dQ for others."""
+    batch, heads = (1, 2) if device == "cpu" else (3, 64)
+    call = make_call(batch, 300, 520, heads, heads // 2, head_dim, dtype=dtype, device=device)
+    return call.with_options(**options).with_random_gradients()
+
+
 @pytest.mark.parametrize("mask", GRADIENT_MASKS.values(), ids=GRADIENT_MASKS.keys())
-@pytest.mark.parametrize("head_dim", [40, 64])
+@pytest.mark.parametrize("head_dim", [40, *HEAD_DIMS])
 @pytest.mark.parametrize("dtype", FLOATS[1:3], ids=str)
 def test_gradients_of_more_tiles_of_keys_than_sms(
     device: str, dtype: torch.dtype, head_dim: int, mask: dict[str, Any]
 ) -> None:
-    """A CTA of Hopper's backward goes from one tile of keys to the next, also to one that no query sees."""
-    batch, heads = (1, 2) if device == "cpu" else (3, 64)
-    call = make_call(batch, 300, 520, heads, heads // 2, head_dim, dtype=dtype, device=device).with_options(**mask)
-    call = call.with_random_gradients()
-    plan = flash_ext.explain(call.q, call.k, call.v, operation="backward", **call.options).plan
-    assert plan.kernel in ("cpu/backward", "sm80/backward", "sm90/backward_persistent")
+    """The keys of some tiles are seen by no query."""
+    call = more_tiles_of_keys_than_sms(device, head_dim, dtype, **mask)
+    kernel = (
+        "sm90/backward_persistent" if head_dim <= 64 else "sm90/backward_wide" if head_dim > 128 else "sm90/backward"
+    )
+    assert_kernel_on_hopper(call, kernel, "backward")
     first, again = assert_matches_oracle(call), run_library(call, ("k", "v"))
     for name in ("dk", "dv"):
         assert torch.equal(first[name], again[name])
+
+
+@pytest.mark.parametrize("option", ["softcap", "alibi_slopes", "bias", "mask", "key_mask"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_option_gradients_of_more_tiles_of_keys_than_sms(device: str, head_dim: int, option: str) -> None:
+    call = more_tiles_of_keys_than_sms(device, head_dim, torch.bfloat16)
+    heads, seqlen_q, seqlen_k = call.q.shape[2], call.q.shape[1], call.k.shape[1]
+    keys, queries = torch.arange(seqlen_k, device=device), torch.arange(seqlen_q, device=device)
+    options: dict[str, Any] = {
+        "softcap": {"softcap": 3.0},
+        "alibi_slopes": {"alibi_slopes": torch.rand(heads, device=device)},
+        "bias": {"bias": random(1, heads, seqlen_q, seqlen_k, dtype=call.dtype, device=device)},
+        "mask": {"mask": (keys <= queries[:, None] // 2)[None, None]},
+        "key_mask": {"mask": (keys < 140)[None, None, None]},
+    }[option]
+    assert_matches_oracle(call.with_options(**options), ("q", "k", "v"))
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 300), (5, 1500), (1500, 130)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_of_a_number_of_heads_that_is_prime(device: str, head_dim: int, seqlen_q: int, seqlen_k: int) -> None:
+    """The last heads of the order are fewer than work side by side otherwise; sums of dQ may have fewer rows than there
+    are tiles of keys."""
+    heads = 3 if device == "cpu" else 311
+    call = make_call(1, seqlen_q, seqlen_k, heads, heads, head_dim, dtype=torch.bfloat16, device=device, causal=True)
+    assert_matches_oracle(call, ("q", "k", "v"))
 
 
 @pytest.mark.parametrize("dtype", FLOATS[1:3], ids=str)

@@ -2,6 +2,8 @@
 // that a warp adds one contiguous slice. A kernel at the end converts them to rows.
 #pragma once
 
+#include <numeric>
+
 #include "eight_of_row.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/launch.h"
@@ -92,7 +94,10 @@ __device__ __forceinline__ void store_dq(const BackwardParams& p, const Backward
       store_eight_of_row(rows.row(i) + part.column, x, 0, scale);
       if (i + 1 < sequence.seqlen_q) store_eight_of_row(rows.row(i + 1) + part.column, x, 2, scale);
     } else {
-      const int n = flat % Layout::kN, g = flat / Layout::kN % 8;
+      // Lanes have kAcross fragments beside each other, then rows, then the next fragments: so a load and a store touch
+      // few lines each.
+      constexpr int kAcross = std::gcd(Layout::kN, 16), kGroups = Layout::kN / kAcross;
+      const int n = flat / (8 * kAcross) % kGroups * kAcross + flat % kAcross, g = flat / kAcross % 8;
       const int m = flat / Layout::kN / 8 % Layout::kM, warp = flat / Layout::kN / 8 / Layout::kM;
       const int i = first + Layout::first_row(warp) + 16 * m + g;
       const int column = Layout::first_column(warp) + 8 * n;

@@ -1,6 +1,6 @@
 // The kernels of one call of the backward, in their order:
 //
-//   row terms, dQ's sums zeroed -> main kernel, sums of its splits -> dQ in the inputs' dtype -> dsink
+//   row terms, first sums of dQ zeroed -> main kernel, sums of its splits -> dQ in the inputs' dtype -> dsink
 #pragma once
 
 #include "dq_store.cuh"
@@ -23,7 +23,7 @@ struct BackwardRowKernels {
   static constexpr bool kPermuted = kPermuted_;
 };
 
-/// Launches the kernel of row_terms.cuh, which writes row terms and zeroes dQ's sums. DqLayout may be void.
+/// Launches the kernel of row_terms.cuh. DqLayout may be void.
 template <class Kernels>
 void launch_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace, const BackwardKernelNames& names,
                       cudaStream_t stream) {

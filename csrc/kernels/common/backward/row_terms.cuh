@@ -1,6 +1,9 @@
 // Row terms, computed before the main kernel of the backward: D = rowsum(dO * O) - dlse, and lse in the unit of scores.
-// From these, dsink = -sum exp(sink - lse) D. The kernel also zeroes the memory that the main kernel adds to.
+// From these, dsink = -sum exp(sink - lse) D. The kernel also zeroes counters of the main kernel, and the sums of dQ
+// that the main kernel does not zero itself (dq_clearing.cuh).
 #pragma once
+
+#include <algorithm>
 
 #include "kernels/common/sanitise.cuh"
 #include "kernels/common/score/scores.cuh"
@@ -102,13 +105,69 @@ struct RowTileOfCta {
   }
 };
 
-/// Writes the row terms of a tile of a head, and zeroes its sums of dQ, by a CTA of kRowTermThreads. kDqInPlanes: the
-/// sums lie as BackwardWorkspace::dq_of_plane says.
+/// What a lane reads of a row of dO and O: chunks of 16 bytes, every kLanes-th one. Columns behind the last are zero.
+template <class Element, int kLanes, int kChunks>
+struct RowChunks {
+  uint4 grad_out[kChunks], out[kChunks];
+
+  __device__ __forceinline__ void load(const Element* g_grad_out, const Element* g_out, int columns, int lane) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int column = (lane + c * kLanes) * static_cast<int>(16 / sizeof(Element));
+      grad_out[c] = out[c] = uint4{0, 0, 0, 0};
+      if (column >= columns) continue;
+      grad_out[c] = *reinterpret_cast<const uint4*>(g_grad_out + column);
+      out[c] = *reinterpret_cast<const uint4*>(g_out + column);
+    }
+  }
+  /// rowsum(dO * O), in all lanes of the row.
+  __device__ __forceinline__ float sum() const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) sum += dot<Element>(grad_out[c], out[c]);
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    return sum;
+  }
+  /// Whether dO of the row is finite, in all lanes of the row.
+  __device__ __forceinline__ bool is_finite() const {
+    bool finite = true;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) finite &= flash_ext::is_finite<Element>(grad_out[c]);
+    constexpr uint32_t kRow = ~0u >> (32 - kLanes);
+    return (~__ballot_sync(~0u, finite) >> threadIdx.x % 32 / kLanes * kLanes & kRow) == 0;
+  }
+};
+
+/// Zeroes the sums of dQ of a row, by kLanes lanes. kInPlanes: they lie as BackwardWorkspace::dq_of_plane says.
+template <int kHeadDim, int kBlockM, int kLanes, bool kInPlanes>
+__device__ __forceinline__ void clear_dq_row(const BackwardWorkspace& workspace, int64_t tile, int head, int row,
+                                             int lane) {
+  constexpr int kPlanes = kInPlanes ? kHeadDim / kDqPlaneColumns : 1, kColumns = kHeadDim / kPlanes;
+  const int64_t plane = workspace.tiles_per_head * kBlockM * kColumns;
+  float* const g_row = workspace.dq + (tile * kBlockM + row) * kColumns + head * (kPlanes - 1) * plane;
+#pragma unroll
+  for (int column = 4 * lane; column < kHeadDim; column += 4 * kLanes) {
+    const int64_t offset = kInPlanes ? column / kColumns * plane + column % kColumns : column;
+    *reinterpret_cast<float4*>(g_row + offset) = float4{0.0f, 0.0f, 0.0f, 0.0f};
+  }
+}
+
+/// Rows of which a lane reads chunks at once. With kRowTermCtas CTAs on an SM, enough is under way to keep memory busy.
+constexpr int kRowsAtOnce = 4;
+
+/// Writes the row terms of a tile of a head, and zeroes its sums of dQ unless the main kernel does, by a CTA of
+/// kRowTermThreads. kDqInPlanes: see clear_dq_row().
 template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false, bool kDqInPlanes = false>
 __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace,
                                                 const volatile RowTileOfCta& cta, int head) {
   constexpr int kChunk = 16 / sizeof(Element);
   constexpr int kLanes = kHeadDim / kChunk < 32 ? kHeadDim / kChunk : 32;  // that share a row
+  constexpr int kChunks = (kHeadDim / kChunk + kLanes - 1) / kLanes;       // of a lane
+  constexpr int kStride = kRowTermThreads / kLanes;                        // from a lane's row to its next one
+  constexpr int kAtOnce = std::min(kRowsAtOnce / kChunks, kBlockM / kStride);
+  static_assert(kLanes * kChunks * kChunk >= kHeadDim);
+  static_assert(kBlockM % kStride == 0 && kBlockM / kStride % kAtOnce == 0 && kAtOnce <= kLanes, "no row is left over");
   const int tile_of_cta = cta.tile, batch = cta.batch;
   const Sequence sequence(p, batch, head);
   const int first = tile_of_cta * kBlockM;
@@ -126,47 +185,42 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
   const float* const g_lse = static_cast<const float*>(p.lse.data) + sequence.lse_offset(p.lse);
   const float* const g_grad_lse =
       p.grad_lse.data ? static_cast<const float*>(p.grad_lse.data) + sequence.lse_offset(p.grad_lse) : nullptr;
-  const auto queries = query_rows<const Element>(p.q, sequence);
   const bool sink_takes_all = p.sink && static_cast<const float*>(p.sink)[head] == INFINITY;
-  const int lane = threadIdx.x % kLanes;
+  const int lane = threadIdx.x % kLanes, columns = p.grad_out.data ? static_cast<int>(p.head_dim_v) : 0;
+  const int key_head = workspace.clearing.key_head(batch, sequence.head_kv);
+  const bool clears = workspace.dq && !workspace.clearing.covers(key_head);
+  if (workspace.clearing.is_used() && tile_of_cta == 0 && threadIdx.x == 0)
+    workspace.clearing.cleared_parts[key_head] = 0;
   bool all_finite = true, large = false;
-#pragma unroll 2
-  for (int row = threadIdx.x / kLanes; row < kBlockM; row += kRowTermThreads / kLanes) {
-    const int i = first + row;
-    const bool inside = i < sequence.seqlen_q;
-    const float lse = inside ? g_lse[i] : -INFINITY;
-    float sum = 0.0f;
+#pragma unroll 1
+  for (int row = threadIdx.x / kLanes; row < kBlockM; row += kAtOnce * kStride) {
+    RowChunks<Element, kLanes, kChunks> chunks[kAtOnce];
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) {
+      const int i = first + row + r * kStride;
+      chunks[r].load(grad_out.row(i), out.row(i), i < sequence.seqlen_q ? columns : 0, lane);
+    }
+    // Of the lanes that share rows, lane r has the terms of the r-th of these rows.
+    const int own_row = row + lane * kStride;
+    const bool inside = lane < kAtOnce && first + own_row < sequence.seqlen_q;
+    const float lse = inside ? g_lse[first + own_row] : -INFINITY;
+    float delta = inside && g_grad_lse ? -g_grad_lse[first + own_row] : 0.0f;
     bool finite = true;
-    if (inside && workspace.has_non_finite) {
-      for (int d = lane * kChunk; d < p.head_dim; d += kLanes * kChunk)
-        all_finite &= is_finite<Element>(*reinterpret_cast<const uint4*>(queries.row(i) + d));
-    }
-    if (inside && p.grad_out.data) {
-      for (int d = lane * kChunk; d < p.head_dim_v; d += kLanes * kChunk) {
-        const uint4 gradient = *reinterpret_cast<const uint4*>(grad_out.row(i) + d);
-        finite &= is_finite<Element>(gradient);
-        sum += dot<Element>(gradient, *reinterpret_cast<const uint4*>(out.row(i) + d));
-      }
-    }
-    if (workspace.dq) {
-      constexpr int kPlanes = kDqInPlanes ? kHeadDim / kDqPlaneColumns : 1, kColumns = kHeadDim / kPlanes;
-      const int64_t plane = workspace.tiles_per_head * kBlockM * kColumns;
-      float* const dq = workspace.dq + (tile * kBlockM + row) * kColumns + head * (kPlanes - 1) * plane;
-      for (int k = lane; k < kHeadDim / 4; k += kLanes) {
-        const int64_t offset = kDqInPlanes ? 4 * k / kColumns * plane + 4 * k % kColumns : 4 * k;
-        *reinterpret_cast<float4*>(dq + offset) = float4{0.0f, 0.0f, 0.0f, 0.0f};
-      }
+    if (clears) {
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r)
+        clear_dq_row<kHeadDim, kBlockM, kLanes, kDqInPlanes>(workspace, tile, head, row + r * kStride, lane);
     }
 #pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2) {
-      sum += __shfl_xor_sync(~0u, sum, step);
-      finite &= __shfl_xor_sync(~0u, static_cast<int>(finite), step) != 0;
+    for (int r = 0; r < kAtOnce; ++r) {
+      const float sum = chunks[r].sum();
+      const bool finite_row = chunks[r].is_finite();
+      all_finite &= finite_row;
+      if (lane == r) delta += sum, finite = finite_row;
     }
-    all_finite &= finite;
-    if (lane != 0) continue;
-    if (g_grad_lse && inside) sum -= g_grad_lse[i];
-    const RowTerms terms = row_terms_of<Element>(sum, finite, lse, sink_takes_all);
-    const int64_t position = tile * kBlockM + term_position<kPermuted>(row);
+    if (lane >= kAtOnce) continue;
+    const RowTerms terms = row_terms_of<Element>(delta, finite, lse, sink_takes_all);
+    const int64_t position = tile * kBlockM + term_position<kPermuted>(own_row);
     workspace.minus_delta[position] = terms.minus_delta / workspace.keep_scale;
     workspace.lse[position] = terms.lse;
     large |= terms.large;
@@ -176,6 +230,11 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
     if (threadIdx.x % 32 == 0) workspace.large[tile * kLargeParts + threadIdx.x / 32] = large;
   }
   if (!workspace.has_non_finite) return;
+  const auto queries = query_rows<const Element>(p.q, sequence);
+#pragma unroll 1
+  for (int i = first + threadIdx.x / kLanes; i < min(first + kBlockM, sequence.seqlen_q); i += kStride)
+    for (int d = lane * kChunk; d < p.head_dim; d += kLanes * kChunk)
+      all_finite &= is_finite<Element>(*reinterpret_cast<const uint4*>(queries.row(i) + d));
   const bool some_non_finite = __syncthreads_or(!all_finite);
   if (threadIdx.x == 0) workspace.has_non_finite[tile] = some_non_finite;
 }

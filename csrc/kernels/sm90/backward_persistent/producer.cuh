@@ -37,7 +37,7 @@ class BackwardPersistentDq {
   /// run() for a derived class: `self` has load_ahead() and add_all().
   template <class Self>
   __device__ __forceinline__ static void run(Self& self) {
-    ptx::wait_for_previous_grid();  // for the table, row terms and zeroed sums
+    ptx::wait_for_previous_grid();  // for the table, row terms, zeroed sums and counters
     if (self.warp_ == kPreparing) {
       if (kTakesTurns) self.take();
       self.fetch(), self.publish();
@@ -56,7 +56,7 @@ class BackwardPersistentDq {
   using DqSlice = BackwardDqSlice<Config>;
   using Sum = typename DqSlice::Sum;
   using TileCount = RingCount<Config::kKeySlots>;
-  static constexpr int kPreparing = 3;  // the warp that finds tiles of keys; the first two load
+  static constexpr int kPreparing = 3;  // the warp that finds tiles of keys
   static constexpr int kWords = sizeof(WorkTile) / sizeof(uint2);
   static_assert(sizeof(WorkTile) % sizeof(uint2) == 0 && kWords <= 32, "a lane copies a word");
   static constexpr bool kTakesTurns = Config::kTurns == TurnTaking::kAlways;
@@ -143,6 +143,8 @@ class BackwardPersistentDq {
       } else {
         find_large_lse_of_all(workspace_, work_tile, lane_);
       }
+      if constexpr (Config::kClearsDq)
+        work_tile.dq_is_zero = BackwardPersistentDqClearer<Config>::is_zero(workspace_, work_tile.sequence);
       if constexpr (Config::may_have(kStepKeyBiased))
         look_at_keys(p_, workspace_, work_tile, storage_.visible_keys[slot], lane_);
     } else {
@@ -231,6 +233,27 @@ class BackwardPersistentDq {
 
   // ---- dQ
 
+  /// Zeroes the share of dQ's sums that belongs to this tile, by the warps that do not load, while dS of its first step
+  /// is still being computed. Waits until the tile's own sums are zero: nearly always they were some steps ago.
+  __device__ __forceinline__ void clear_dq(const WorkTile& work_tile) {
+    using Clearer = BackwardPersistentDqClearer<Config>;
+    const int chunks = ptx::uniform(work_tile.cleared.chunks);
+    if (warp_ >= Config::kLoadingWarps && chunks >= 0) {
+      Clearer::clear(workspace_, ptx::uniform(work_tile.cleared.first_row), chunks, warp_ - Config::kLoadingWarps,
+                     lane_);
+      cleared_head_ = ptx::uniform(work_tile.cleared.key_head);
+    }
+    if (ptx::uniform(work_tile.dq_is_zero)) return ptx::fence_proxy_async_global();
+    publish_cleared();
+    Clearer::wait(workspace_, work_tile.sequence);
+  }
+  /// Publishes that share behind the first step: the stores are over then, so that this waits little.
+  __device__ __forceinline__ void publish_cleared() {
+    if (cleared_head_ < 0) return;
+    BackwardPersistentDqClearer<Config>::publish(workspace_, cleared_head_, lane_);
+    cleared_head_ = -1;
+  }
+
   /// Adds to dQ^T of all query tiles that see the key tile.
   __device__ __forceinline__ void add_all() {
     const WorkTile& work_tile = storage_.work_tiles[tile_.stage()];
@@ -239,6 +262,7 @@ class BackwardPersistentDq {
     const int first_head = ptx::uniform(work_tile.sequence.head);
     const int tail_bytes = ptx::uniform(work_tile.tail_queries) * kDqBytesOfQuery;
     const uint32_t keys = KeyTile::lower_half(s_tiles_ + tile_.stage() * Config::kKeySlotBytes);
+    if constexpr (Config::kClearsDq) clear_dq(work_tile);
 #pragma unroll 1
     while (walk.left > 0) {
       if (warp_ == kPreparing) look_ahead(walk.left, steps);
@@ -254,8 +278,10 @@ class BackwardPersistentDq {
         arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
       }
       ds_at_.advance();
+      if constexpr (Config::kClearsDq) publish_cleared();
       if (!walk.advance()) begin_head(walk, work_tile);
     }
+    if constexpr (Config::kClearsDq) publish_cleared();
     if (warp_ == kPreparing && steps == 0) look_ahead(0, 0);
   }
   /// Adds `bytes` bytes of K^T dS^T to this warp's 16 columns of dQ^T, at g_target. Queries of a tile behind the
@@ -292,6 +318,7 @@ class BackwardPersistentDq {
   uint32_t taken_ = blockIdx.x, position_ = 0;
   uint2 word_of_work_tile_ = {};
   uint32_t any_large_ = 0;
+  int32_t cleared_head_ = -1;  // whose share is zeroed and not yet published
   RingCount<Config::kDsStages> ds_at_;
   // What is loaded next.
   int free_stages_ = Config::kStages - 1;

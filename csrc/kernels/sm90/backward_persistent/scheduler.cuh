@@ -2,12 +2,18 @@
 // terms fills it, one thread per tile: to find out what a tile needs takes a warp as long as a step and a half.
 #pragma once
 
+#include "kernels/common/backward/dq_clearing.cuh"
 #include "kernels/common/backward/launch_sequence.cuh"
 #include "kernels/common/backward/non_finite_rows.cuh"
 #include "kernels/sm90/common/backward/option_storage.cuh"
 #include "kernels/sm90/common/backward/scheduler.cuh"
 
 namespace flash_ext::sm90 {
+
+/// The warps that load zero no sums.
+template <class Config>
+using BackwardPersistentDqClearer = DqClearer<Config::kBlockM, Config::kHeadDim, Config::kHeadDim / kDqPlaneColumns,
+                                              kWarpgroupWarps - Config::kLoadingWarps>;
 
 /// The tiles of row terms that the steps of a key tile touch.
 struct RowTermTiles {
@@ -130,6 +136,9 @@ struct BackwardPersistentMemory {
         schedule(p, Config::kBlockN, Config::kHeadDim, false, static_cast<char*>(memory) + workspace.bytes),
         bytes(workspace.bytes + schedule.bytes) {
     table = take_table<Config>(memory, bytes, schedule.positions());
+    if (!Config::kClearsDq || schedule.listing.listed) return;
+    const int64_t num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
+    workspace.clear_in_main_kernel(p, schedule.order, num_sms, num_sms);
   }
 };
 
@@ -144,6 +153,8 @@ __device__ __forceinline__ void fill_table(const BackwardParams& p, const Backwa
     const BackwardTaskOf<Config> task(p, schedule, schedule.locate(position));
     BackwardWorkTile<Config> tile(p, workspace, schedule, task);
     if (!task.exists()) tile.heads = 0;
+    if constexpr (Config::kClearsDq)
+      tile.cleared = BackwardPersistentDqClearer<Config>::share_of(p, workspace, position);
     table.tiles[position] = tile;
   }
 }

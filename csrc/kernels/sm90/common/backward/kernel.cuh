@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   // These calls are in no function of the roles: with one more level of calls ptxas orders the instructions otherwise.
   if (warp < kWarpgroupWarps) {
     ptx::release_registers<Config::kShape.dq_registers>();
-    ptx::wait_for_previous_grid();  // for row terms and zeroed sums
+    ptx::wait_for_previous_grid();  // for row terms, and for sums and counters zeroed with them
     if constexpr (Roles::kHasLayout) {
       typename Roles::Dq(p, arguments.maps, arguments.maps.bias, workspace, arguments.layout, storage,
                          ptx::shared_address(shared), warp, lane)

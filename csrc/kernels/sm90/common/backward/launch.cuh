@@ -18,7 +18,11 @@ struct BackwardMemory {
   BackwardMemory(const BackwardParams& p, void* memory)
       : workspace(p, Config::kBlockM, Config::kBlockN, Config::kDqHeadDim, memory),
         schedule(p, Config::kBlockN, Config::kHeadDim, false, static_cast<char*>(memory) + workspace.bytes),
-        bytes(workspace.bytes + schedule.bytes) {}
+        bytes(workspace.bytes + schedule.bytes) {
+    if (!Config::kClearsDq || schedule.listing.listed) return;
+    const int64_t num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
+    workspace.clear_in_main_kernel(p, schedule.order, num_sms / Config::kCluster, 0);
+  }
 };
 
 /// Launches all kernels of a call; launch_main(arguments) launches the main one. kPermuted: row terms are permuted
