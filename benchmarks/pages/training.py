@@ -17,6 +17,7 @@ from benchmarks.pages.records import (
     record_of,
     rows_of,
 )
+from benchmarks.report import Spread
 
 HIDDEN, TOKENS, TRAINING_ROWS = 2048, 16384, 36
 
@@ -103,35 +104,17 @@ def forwards_in_readme() -> list[str]:
     return [str(TRAINING_ROWS - len(ratios)), str(TRAINING_ROWS), str(behind), str(len(ratios))]
 
 
-def lost_backwards(peer: str, mask: str) -> dict[int, list[int]]:
-    """Of training: by head_dim, the lengths at which the peer is faster in three rounds of four."""
-    shapes = [r["problem"] for r in training_rows("backward") if r["problem"]["causal"] == (mask == "causal")]
+def lost_backwards(peer: str) -> list[Spread]:
+    """Of training: ratios to the peer where it is faster in three rounds of four."""
+    shapes = [row["problem"] for row in training_rows("backward")]
     rows = [row for row in record_of("h200_backward.json").rows if row.problem in shapes]
-    lost: dict[int, list[int]] = {}
-    for problem in (row.problem for row in rows if row.ratio_spread[peer]["upper"] < 1):
-        lost.setdefault(problem["head_dim"], []).append(problem["seqlen"])
-    return {head_dim: sorted(lengths) for head_dim, lengths in lost.items()}
+    return [spread for row in rows if (spread := row.ratio_spread[peer])["upper"] < 1]
 
 
-def lost_backwards_in_readme() -> list[str]:
-    """The ends of these lengths, of which none between is left out, and how many full calls there are."""
-    lengths = sorted({row["problem"]["seqlen"] for row in training_rows("backward")})
-    causal, full = (lost_backwards("fa3", mask) for mask in ("causal", "full"))
-    shortest, longest, longest_of_256 = causal[64][0], causal[64][-1], causal[256][-1]
-    expected = [n for n in lengths if shortest <= n <= longest]
-    assert causal[64] == causal[128] == expected and causal[256] == [n for n in expected if n <= longest_of_256], causal
-    counts = sum(map(len, full.values())), TRAINING_ROWS // 2
-    return [str(n) for n in (shortest, longest, longest_of_256, *counts)]
-
-
-def lost_backwards_on_its_page() -> list[str]:
-    """The causal ones as the README has them; of the full ones each length with its head dims."""
-    of_length: dict[int, list[int]] = {}
-    for head_dim, lengths in sorted(lost_backwards("fa3", "full").items()):
-        for length in lengths:
-            of_length.setdefault(length, []).append(head_dim)
-    full = [str(n) for length, head_dims in sorted(of_length.items()) for n in (length, *head_dims)]
-    return [*lost_backwards_in_readme()[:3], *full]
+def lost_backwards_to_fa3() -> list[str]:
+    """How many of how many, and how far behind, at most: in per cent, rounded up."""
+    behind = [math.ceil(100 * (1 - spread["lower"])) for spread in lost_backwards("fa3")]
+    return [str(len(behind)), str(TRAINING_ROWS), str(max(behind, default=0))]
 
 
 def training_cells(direction: str) -> Cells:
