@@ -42,7 +42,7 @@ def sustained_lines() -> list[str]:
     lines = [
         "Each call is repeated without pause, alone: power and temperature limit the clock, and inputs may stay in L2.",
         f"TFLOP/s of {' / '.join(TITLES[name] for name in names)}; the time of the fastest peer over flash-ext's, as a",
-        "geometric mean and in the worst row of all lengths; and the part of their speed in bursts, the tables above,",
+        "geometric mean and in the worst row of all lengths; and the part of their speed in bursts, in the same run,",
         "that calls of flash-ext keep.",
         *(f"By `{command_of(record_of(file))}`, in `benchmarks/results/{file}`." for file in files.values()),
         "",

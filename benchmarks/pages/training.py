@@ -105,14 +105,14 @@ def forwards_in_readme() -> list[str]:
 
 
 def lost_backwards(peer: str) -> list[Spread]:
-    """Of training: ratios to the peer where it is faster in three rounds of four."""
+    """Of training: ratios to the peer where it is faster in three rounds of four, by the upper quartile."""
     shapes = [row["problem"] for row in training_rows("backward")]
     rows = [row for row in record_of("h200_backward.json").rows if row.problem in shapes]
     return [spread for row in rows if (spread := row.ratio_spread[peer])["upper"] < 1]
 
 
 def lost_backwards_to_fa3() -> list[str]:
-    """How many of how many, and how far behind, at most: in per cent, rounded up."""
+    """How many of how many, and how far behind, at most: in per cent of the lower quartile, rounded up."""
     behind = [math.ceil(100 * (1 - spread["lower"])) for spread in lost_backwards("fa3")]
     return [str(len(behind)), str(TRAINING_ROWS), str(max(behind, default=0))]
 

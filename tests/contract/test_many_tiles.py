@@ -15,6 +15,7 @@ from tests.oracle import (
     assert_hoppers_own_forward,
     assert_kernel_on_hopper,
     assert_matches_oracle,
+    explained_on_hopper,
     int32,
     make_call,
     make_varlen_call,
@@ -138,10 +139,16 @@ GRADIENT_MASKS: dict[str, dict[str, Any]] = {
 
 
 def more_tiles_of_keys_than_sms(device: str, head_dim: int, dtype: torch.dtype, **options: Any) -> Call:
-    """Hopper's backward then has CTAs that go from one tile of keys to the next, or that zero sums of dQ for others."""
-    batch, heads = (1, 2) if device == "cpu" else (3, 64)
-    call = make_call(batch, 300, 520, heads, heads // 2, head_dim, dtype=dtype, device=device)
-    return call.with_options(**options).with_random_gradients()
+    """Unsplit tiles, of which Hopper's backward has more than a section and two waves: CTAs go from one tile to the
+    next, or zero sums of dQ for later CTAs."""
+    batch, seqlen_k = (4, 400) if head_dim > 128 else (3, 520)
+    batch, heads = (1, 2) if device == "cpu" else (batch, 64)
+    call = make_call(batch, 300, seqlen_k, heads, heads // 2, head_dim, dtype=dtype, device=device)
+    call = call.with_options(**options).with_random_gradients()
+    if explained := explained_on_hopper(call, "backward"):
+        schedule = explained.plan.schedule
+        assert schedule.head_splits == schedule.query_splits == 1
+    return call
 
 
 @pytest.mark.parametrize("mask", GRADIENT_MASKS.values(), ids=GRADIENT_MASKS.keys())
@@ -150,7 +157,7 @@ def more_tiles_of_keys_than_sms(device: str, head_dim: int, dtype: torch.dtype, 
 def test_gradients_of_more_tiles_of_keys_than_sms(
     device: str, dtype: torch.dtype, head_dim: int, mask: dict[str, Any]
 ) -> None:
-    """The keys of some tiles are seen by no query."""
+    """With ``keys_of_nobody`` no query sees the keys of the last tiles."""
     call = more_tiles_of_keys_than_sms(device, head_dim, dtype, **mask)
     kernel = (
         "sm90/backward_persistent" if head_dim <= 64 else "sm90/backward_wide" if head_dim > 128 else "sm90/backward"
@@ -177,13 +184,19 @@ def test_option_gradients_of_more_tiles_of_keys_than_sms(device: str, head_dim: 
     assert_matches_oracle(call.with_options(**options), ("q", "k", "v"))
 
 
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 300), (5, 1500), (1500, 130)])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 300), (1500, 130)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_gradients_of_a_number_of_heads_that_is_prime(device: str, head_dim: int, seqlen_q: int, seqlen_k: int) -> None:
-    """The last heads of the order are fewer than work side by side otherwise; sums of dQ may have fewer rows than there
-    are tiles of keys."""
+    """Heads work side by side in sections of equal size, but for the last one, which has fewer."""
     heads = 3 if device == "cpu" else 311
     call = make_call(1, seqlen_q, seqlen_k, heads, heads, head_dim, dtype=torch.bfloat16, device=device, causal=True)
+    assert_matches_oracle(call, ("q", "k", "v"))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_of_fewer_rows_than_tiles_of_keys(device: str, head_dim: int) -> None:
+    """Not every CTA finds a row of dQ to zero for later ones."""
+    call = make_call(1, 5, 8400, 7, 7, head_dim, dtype=torch.bfloat16, device=device)
     assert_matches_oracle(call, ("q", "k", "v"))
 
 

@@ -1,6 +1,6 @@
 // Row terms, computed before the main kernel of the backward: D = rowsum(dO * O) - dlse, and lse in the unit of scores.
 // From these, dsink = -sum exp(sink - lse) D. The kernel also zeroes counters of the main kernel, and the sums of dQ
-// that the main kernel does not zero itself (dq_clearing.cuh).
+// that the main kernel does not zero itself (dq_zeroing.cuh).
 #pragma once
 
 #include <algorithm>
@@ -135,14 +135,15 @@ struct RowChunks {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) finite &= flash_ext::is_finite<Element>(grad_out[c]);
     constexpr uint32_t kRow = ~0u >> (32 - kLanes);
-    return (~__ballot_sync(~0u, finite) >> threadIdx.x % 32 / kLanes * kLanes & kRow) == 0;
+    const uint32_t first_lane = threadIdx.x % 32 / kLanes * kLanes;
+    return ((~__ballot_sync(~0u, finite) >> first_lane) & kRow) == 0;
   }
 };
 
 /// Zeroes the sums of dQ of a row, by kLanes lanes. kInPlanes: they lie as BackwardWorkspace::dq_of_plane says.
 template <int kHeadDim, int kBlockM, int kLanes, bool kInPlanes>
-__device__ __forceinline__ void clear_dq_row(const BackwardWorkspace& workspace, int64_t tile, int head, int row,
-                                             int lane) {
+__device__ __forceinline__ void zero_dq_row(const BackwardWorkspace& workspace, int64_t tile, int head, int row,
+                                            int lane) {
   constexpr int kPlanes = kInPlanes ? kHeadDim / kDqPlaneColumns : 1, kColumns = kHeadDim / kPlanes;
   const int64_t plane = workspace.tiles_per_head * kBlockM * kColumns;
   float* const g_row = workspace.dq + (tile * kBlockM + row) * kColumns + head * (kPlanes - 1) * plane;
@@ -153,11 +154,12 @@ __device__ __forceinline__ void clear_dq_row(const BackwardWorkspace& workspace,
   }
 }
 
-/// Rows of which a lane reads chunks at once. With kRowTermCtas CTAs on an SM, enough is under way to keep memory busy.
+/// Of at most so many rows a lane reads chunks at once. With kRowTermCtas CTAs on an SM, enough is under way to keep
+/// memory busy.
 constexpr int kRowsAtOnce = 4;
 
 /// Writes the row terms of a tile of a head, and zeroes its sums of dQ unless the main kernel does, by a CTA of
-/// kRowTermThreads. kDqInPlanes: see clear_dq_row().
+/// kRowTermThreads. kDqInPlanes: see zero_dq_row().
 template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false, bool kDqInPlanes = false>
 __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace,
                                                 const volatile RowTileOfCta& cta, int head) {
@@ -187,10 +189,9 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
       p.grad_lse.data ? static_cast<const float*>(p.grad_lse.data) + sequence.lse_offset(p.grad_lse) : nullptr;
   const bool sink_takes_all = p.sink && static_cast<const float*>(p.sink)[head] == INFINITY;
   const int lane = threadIdx.x % kLanes, columns = p.grad_out.data ? static_cast<int>(p.head_dim_v) : 0;
-  const int key_head = workspace.clearing.key_head(batch, sequence.head_kv);
-  const bool clears = workspace.dq && !workspace.clearing.covers(key_head);
-  if (workspace.clearing.is_used() && tile_of_cta == 0 && threadIdx.x == 0)
-    workspace.clearing.cleared_parts[key_head] = 0;
+  const int key_head = workspace.zeroing.key_head(batch, sequence.head_kv);
+  const bool zeroes = workspace.dq && !workspace.zeroing.covers(key_head);
+  if (workspace.zeroing.is_used() && tile_of_cta == 0 && threadIdx.x == 0) workspace.zeroing.zeroed_parts[key_head] = 0;
   bool all_finite = true, large = false;
 #pragma unroll 1
   for (int row = threadIdx.x / kLanes; row < kBlockM; row += kAtOnce * kStride) {
@@ -206,10 +207,10 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
     const float lse = inside ? g_lse[first + own_row] : -INFINITY;
     float delta = inside && g_grad_lse ? -g_grad_lse[first + own_row] : 0.0f;
     bool finite = true;
-    if (clears) {
+    if (zeroes) {
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r)
-        clear_dq_row<kHeadDim, kBlockM, kLanes, kDqInPlanes>(workspace, tile, head, row + r * kStride, lane);
+        zero_dq_row<kHeadDim, kBlockM, kLanes, kDqInPlanes>(workspace, tile, head, row + r * kStride, lane);
     }
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) {

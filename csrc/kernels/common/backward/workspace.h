@@ -69,13 +69,13 @@ struct VisibilityTiles {
   }
 };
 
-/// Which sums of dQ the main kernel zeroes (dq_clearing.cuh): those of the key heads from `first_head` on, counted over
+/// Which sums of dQ the main kernel zeroes (dq_zeroing.cuh): those of the key heads from `first_head` on, counted over
 /// all batch entries.
-struct DqClearing {
+struct DqZeroingPlan {
   uint32_t first_head = UINT32_MAX;
-  uint32_t distance = 0;             // in positions of the order
-  BackwardOrder order;               // without splits
-  int32_t* cleared_parts = nullptr;  // (key heads): a part is what a warp zeroes for a position
+  uint32_t distance = 0;            // in positions of the order
+  BackwardOrder order;              // that of the call; it has no splits
+  int32_t* zeroed_parts = nullptr;  // (key heads): a part is what a warp zeroes for a position
 
   FLASH_EXT_HOST_DEVICE_MEMBER int32_t key_head(int32_t batch, int32_t head_kv) const {
     return batch * static_cast<int32_t>(order.heads_kv) + head_kv;
@@ -97,7 +97,7 @@ struct BackwardWorkspace {
   int32_t* ticket = nullptr;          // (1): CTAs started so far; null: the kernel has a counter of its own
   int32_t* has_non_finite = nullptr;  // (heads_q, tiles_per_head): whether a tile of q or dO holds Inf or NaN
   uint8_t* large = nullptr;  // (heads_q, tiles_per_head, kLargeParts): whether a row has a LargeLse; not of floats
-  DqClearing clearing;
+  DqZeroingPlan zeroing;
   VisibilityTiles visibility;
   QueryLists query_lists;  // where a kernel is driven by them
   // D, dS, dQ and dK are stored divided by this factor of dropout's kept weights, so that one product gives dP - D. It
@@ -124,24 +124,25 @@ struct BackwardWorkspace {
     }
     if (p.dtype != DType::kFloat32 || p.allow_tf32) large = take<uint8_t>(memory, tiles * kLargeParts);
     if (hides_pairs(p)) has_non_finite = take<int32_t>(memory, tiles);
-    clearing.cleared_parts = take<int32_t>(memory, int64_t{p.batch} * p.heads_kv);
+    zeroing.zeroed_parts = take<int32_t>(memory, int64_t{p.batch} * p.heads_kv);
     visibility.states = take<uint8_t>(memory, visibility.num_states());
     visibility.words = take<uint32_t>(memory, visibility.num_words());
   }
 
   /// Leaves sums of dQ to the main kernel, where it can zero them: if all sequences have the same lengths, no key tile
-  /// is split and additions take no turns. `at_once`: positions that run at the same time. `reserved`: the first
-  /// positions, which belong to CTAs that may start late. They zero nothing, so that nobody waits for them.
-  void clear_in_main_kernel(const BackwardParams& p, const BackwardOrder& main_order, int64_t at_once,
-                            int64_t reserved) {
+  /// is split and additions take no turns. Then each position has a key tile, and zeroes its share. `at_once`:
+  /// positions that run at the same time. `reserved`: the first positions, which zero nothing (dq_zeroing.cuh).
+  void zero_in_main_kernel(const BackwardParams& p, const BackwardOrder& main_order, int64_t at_once,
+                           int64_t reserved) {
     if (!dq || turns || !has_equal_lengths(p) || main_order.splits() > 1) return;
-    // When the first position of a section adds to dQ, the positions that zeroed its sums are mostly over.
+    // A section and a wave: when the first position of a section adds to dQ, those that zeroed its sums are mostly
+    // over. The first heads are all of the sections in which some share is not that far behind a position that zeroes.
     const int64_t section = int64_t{main_order.section_heads} * main_order.key_tiles;
     const int64_t first_head = (1 + (at_once + reserved + section - 1) / section) * main_order.section_heads;
     if (first_head >= main_order.heads) return;
-    clearing.first_head = static_cast<uint32_t>(first_head);
-    clearing.distance = static_cast<uint32_t>(section + at_once);
-    clearing.order = main_order;
+    zeroing.first_head = static_cast<uint32_t>(first_head);
+    zeroing.distance = static_cast<uint32_t>(section + at_once);
+    zeroing.order = main_order;
   }
 
   static bool takes_turns(const BackwardParams& p) { return p.deterministic && p.dq.data && p.seqlen_q > 0; }

@@ -16,7 +16,7 @@ struct BackwardPipelinedConfig : BackwardPipelinedBase<Element, kHeadDim, kLists
   using Base = BackwardPipelinedBase<Element, kHeadDim, kListsBlocks, kBiased_>;
   static constexpr TurnTaking kTurns = kListsBlocks ? TurnTaking::kNever : TurnTaking::kIfAsked;
   static constexpr bool kBiased = kBiased_;
-  static constexpr bool kClearsDq = !kListsBlocks;
+  static constexpr bool kZeroesDq = !kListsBlocks;
   static constexpr int kLoadingWarps = kBiased ? 3 : 2;  // of the dQ warpgroup, the first ones
   static constexpr bool kFindsSteps = false;             // whether a mask of pairs leaves out steps
   static constexpr bool kSkipsTurns = false;             // whether CTAs whose keys are all hidden pass turns
@@ -36,7 +36,7 @@ using BackwardPipelinedOptionsBase =
 template <class Element, int kHeadDim, int kOptions, TurnTaking kTurns_ = TurnTaking::kNever>
 struct BackwardPipelinedOptionsConfig : BackwardPipelinedOptionsBase<Element, kHeadDim, kOptions> {
   static constexpr TurnTaking kTurns = kTurns_;
-  static constexpr bool kClearsDq = kTurns == TurnTaking::kNever;
+  static constexpr bool kZeroesDq = kTurns == TurnTaking::kNever;
   static constexpr bool kFindsSteps = (kOptions & kStepMasked) != 0;
   static constexpr bool kSkipsTurns = kTurns != TurnTaking::kNever && (kOptions & kStepKeyBiased) != 0;
   static constexpr bool kTwoWeights = (kOptions & (kStepDrops | kStepSoftcapped)) != 0;

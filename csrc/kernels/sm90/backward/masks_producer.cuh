@@ -17,7 +17,7 @@ class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStor
   using Base::Base;
 
   __device__ __forceinline__ void run() {
-    if constexpr (Config::kClearsDq) this->clear_dq();
+    if constexpr (Config::kZeroesDq) this->zero_dq();
     if (work_tile_.tiles.begin < work_tile_.tiles.end) load_and_add();
     if (lane_ == 0) ptx::tma_store_wait_read();
   }

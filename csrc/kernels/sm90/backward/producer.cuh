@@ -2,7 +2,7 @@
 // and adds it to memory.
 #pragma once
 
-#include "kernels/common/backward/dq_clearing.cuh"
+#include "kernels/common/backward/dq_zeroing.cuh"
 #include "kernels/ptx/wgmma_across.h"
 #include "kernels/sm90/common/backward/producer.cuh"
 #include "kernels/sm90/common/backward/steps.cuh"
@@ -35,7 +35,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
  protected:
   using KeyTile = TileDescriptor<kBlockN>;
   using DsTile = TileDescriptor<kBlockN>;
-  using DqClearer = flash_ext::DqClearer<kBlockM, Config::kDqHeadDim, 1, kWarpgroupWarps - Config::kLoadingWarps>;
+  using DqZeroing = flash_ext::DqZeroing<kBlockM, Config::kDqHeadDim, 1, kWarpgroupWarps - Config::kLoadingWarps>;
   using Base::kPanels, Base::lane_, Base::maps_, Base::s_tiles_, Base::storage_, Base::warp_, Base::work_tile_,
       Base::workspace_;
   using typename Base::Sum;
@@ -43,7 +43,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   /// run() for a derived class: `self` has load_and_add().
   template <class Self>
   __device__ __forceinline__ static void run(Self& self) {
-    if constexpr (Config::kClearsDq) self.clear_dq();
+    if constexpr (Config::kZeroesDq) self.zero_dq();
     if (self.work_tile_.tiles.begin < self.work_tile_.tiles.end) {
       self.load_and_add();
     } else if constexpr (Config::kSkipsTurns) {
@@ -62,7 +62,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
       load(loads);
       advance(loads);
     }
-    if constexpr (Config::kClearsDq) DqClearer::wait(workspace_, work_tile_.sequence);
+    if constexpr (Config::kZeroesDq) DqZeroing::wait(workspace_, work_tile_.sequence);
 #pragma unroll 1
     for (; !step.is_past_end(); step.advance()) {
       wait_for(storage_.ds_full[at_.stage()], at_.parity());
@@ -84,7 +84,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   /// and load_early(step, next), called before dS of the step is complete.
   template <class Self, class Next>
   __device__ __forceinline__ static void add_all(Self& self, Steps& step, Next& next) {
-    if constexpr (Config::kClearsDq) DqClearer::wait(self.workspace_, self.work_tile_.sequence);
+    if constexpr (Config::kZeroesDq) DqZeroing::wait(self.workspace_, self.work_tile_.sequence);
 #pragma unroll 1
     for (; !step.is_past_end(); step.advance()) {
       self.load_early(step, next);
@@ -170,10 +170,10 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
 
   // ---- dQ
 
-  /// Zeroes sums of dQ of later CTAs, by the warps that do not load: so it delays no load.
-  __device__ __forceinline__ void clear_dq() const {
-    if (workspace_.clearing.is_used() && warp_ >= Config::kLoadingWarps)
-      DqClearer::clear_share_of(Base::p_, workspace_, blockIdx.x, warp_ - Config::kLoadingWarps, lane_);
+  /// Zeroes sums of dQ of later CTAs, by the warps that load nothing: so no load is delayed.
+  __device__ __forceinline__ void zero_dq() const {
+    if (workspace_.zeroing.is_used() && warp_ >= Config::kLoadingWarps)
+      DqZeroing::zero_share_of(Base::p_, workspace_, blockIdx.x, warp_ - Config::kLoadingWarps, lane_);
   }
 
   /// dQ += dS K

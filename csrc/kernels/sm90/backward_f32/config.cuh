@@ -12,7 +12,7 @@ namespace flash_ext::sm90 {
 template <int kHeadDim_, bool kScoreOptions_>
 struct BackwardF32Config {
   static constexpr bool kListsBlocks = false, kPersistent = false, kAnchored = false, kHasTails = false;
-  static constexpr bool kClearsDq = false;
+  static constexpr bool kZeroesDq = false;
   static constexpr TurnTaking kTurns = TurnTaking::kNever;
   static constexpr int kHeadDim = kHeadDim_;             // of q, k and v, and of the workspace
   static constexpr bool kScoreOptions = kScoreOptions_;  // softcap, ALiBi, any scale

@@ -10,7 +10,7 @@ namespace flash_ext::sm90 {
 template <class Element, int kHeadDim>
 struct BackwardPersistentBlocksConfig : BackwardPersistentConfig<Element, kHeadDim> {
   using Base = BackwardPersistentConfig<Element, kHeadDim>;
-  static constexpr bool kListsBlocks = true, kClearsDq = false;
+  static constexpr bool kListsBlocks = true, kZeroesDq = false;
   static constexpr int kPieces = Base::kBlockM / kPieceQueries;
   static constexpr int kPieceBytes = Base::kQueryBytes / kPieces;     // of Q or dO
   static constexpr int kPieceTermBytes = kPieceQueries * 4;           // lse or D

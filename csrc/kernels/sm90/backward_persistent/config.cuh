@@ -22,7 +22,7 @@ struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, Bac
   static constexpr int kStoresOffset = Base::kTilesBytes;  // for dV, then dK, on their way to memory: a slot per warp
   static constexpr int kStoreBytes = kRowsOfWarp * kPanelRowBytes;
   static constexpr int kTilesBytes = kStoresOffset + Base::kWarpgroups * kWarpgroupWarps * kStoreBytes;
-  static constexpr bool kHasOptions = false, kClearsDq = kTurns == TurnTaking::kNever;
+  static constexpr bool kHasOptions = false, kZeroesDq = kTurns == TurnTaking::kNever;
   static constexpr int kLoadingWarps = 2;  // of the dQ warpgroup, the first ones
   static constexpr bool may_have(int) { return false; }
 

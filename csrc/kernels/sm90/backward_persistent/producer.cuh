@@ -143,8 +143,8 @@ class BackwardPersistentDq {
       } else {
         find_large_lse_of_all(workspace_, work_tile, lane_);
       }
-      if constexpr (Config::kClearsDq)
-        work_tile.dq_is_zero = BackwardPersistentDqClearer<Config>::is_zero(workspace_, work_tile.sequence);
+      if constexpr (Config::kZeroesDq)
+        work_tile.dq_is_zeroed = BackwardPersistentDqZeroing<Config>::is_zeroed(workspace_, work_tile.sequence);
       if constexpr (Config::may_have(kStepKeyBiased))
         look_at_keys(p_, workspace_, work_tile, storage_.visible_keys[slot], lane_);
     } else {
@@ -233,25 +233,26 @@ class BackwardPersistentDq {
 
   // ---- dQ
 
-  /// Zeroes the share of dQ's sums that belongs to this tile, by the warps that do not load, while dS of its first step
-  /// is still being computed. Waits until the tile's own sums are zero: nearly always they were some steps ago.
-  __device__ __forceinline__ void clear_dq(const WorkTile& work_tile) {
-    using Clearer = BackwardPersistentDqClearer<Config>;
-    const int chunks = ptx::uniform(work_tile.cleared.chunks);
+  /// Zeroes the share that the table has for this position, by the warps that load nothing, while dS of its first step
+  /// is still being computed. Waits until the sums that the tile adds to have been zeroed: nearly always they had been
+  /// when the tile was published, some steps ago. Warp 3 saw that; each warp needs a fence of its own.
+  __device__ __forceinline__ void zero_dq(const WorkTile& work_tile) {
+    using Zeroing = BackwardPersistentDqZeroing<Config>;
+    const int chunks = ptx::uniform(work_tile.share.chunks);
     if (warp_ >= Config::kLoadingWarps && chunks >= 0) {
-      Clearer::clear(workspace_, ptx::uniform(work_tile.cleared.first_row), chunks, warp_ - Config::kLoadingWarps,
-                     lane_);
-      cleared_head_ = ptx::uniform(work_tile.cleared.key_head);
+      Zeroing::zero(workspace_, ptx::uniform(work_tile.share.first_row), chunks, warp_ - Config::kLoadingWarps, lane_);
+      zeroed_head_ = ptx::uniform(work_tile.share.key_head);
     }
-    if (ptx::uniform(work_tile.dq_is_zero)) return ptx::fence_proxy_async_global();
-    publish_cleared();
-    Clearer::wait(workspace_, work_tile.sequence);
+    if (ptx::uniform(work_tile.dq_is_zeroed)) return ptx::fence_proxy_async_global();
+    publish_zeroed();
+    Zeroing::wait(workspace_, work_tile.sequence);
   }
-  /// Publishes that share behind the first step: the stores are over then, so that this waits little.
-  __device__ __forceinline__ void publish_cleared() {
-    if (cleared_head_ < 0) return;
-    BackwardPersistentDqClearer<Config>::publish(workspace_, cleared_head_, lane_);
-    cleared_head_ = -1;
+  /// Publishes the zeroed share, once. After the first step its stores are over, so that the release waits little; it
+  /// is published earlier only if this tile must wait, and later only if it has no steps.
+  __device__ __forceinline__ void publish_zeroed() {
+    if (zeroed_head_ < 0) return;
+    BackwardPersistentDqZeroing<Config>::publish(workspace_, zeroed_head_, lane_);
+    zeroed_head_ = -1;
   }
 
   /// Adds to dQ^T of all query tiles that see the key tile.
@@ -262,7 +263,7 @@ class BackwardPersistentDq {
     const int first_head = ptx::uniform(work_tile.sequence.head);
     const int tail_bytes = ptx::uniform(work_tile.tail_queries) * kDqBytesOfQuery;
     const uint32_t keys = KeyTile::lower_half(s_tiles_ + tile_.stage() * Config::kKeySlotBytes);
-    if constexpr (Config::kClearsDq) clear_dq(work_tile);
+    if constexpr (Config::kZeroesDq) zero_dq(work_tile);
 #pragma unroll 1
     while (walk.left > 0) {
       if (warp_ == kPreparing) look_ahead(walk.left, steps);
@@ -278,10 +279,10 @@ class BackwardPersistentDq {
         arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
       }
       ds_at_.advance();
-      if constexpr (Config::kClearsDq) publish_cleared();
+      if constexpr (Config::kZeroesDq) publish_zeroed();
       if (!walk.advance()) begin_head(walk, work_tile);
     }
-    if constexpr (Config::kClearsDq) publish_cleared();
+    if constexpr (Config::kZeroesDq) publish_zeroed();
     if (warp_ == kPreparing && steps == 0) look_ahead(0, 0);
   }
   /// Adds `bytes` bytes of K^T dS^T to this warp's 16 columns of dQ^T, at g_target. Queries of a tile behind the
@@ -318,7 +319,7 @@ class BackwardPersistentDq {
   uint32_t taken_ = blockIdx.x, position_ = 0;
   uint2 word_of_work_tile_ = {};
   uint32_t any_large_ = 0;
-  int32_t cleared_head_ = -1;  // whose share is zeroed and not yet published
+  int32_t zeroed_head_ = -1;  // whose share is zeroed and not yet published
   RingCount<Config::kDsStages> ds_at_;
   // What is loaded next.
   int free_stages_ = Config::kStages - 1;

@@ -2,7 +2,7 @@
 // terms fills it, one thread per tile: to find out what a tile needs takes a warp as long as a step and a half.
 #pragma once
 
-#include "kernels/common/backward/dq_clearing.cuh"
+#include "kernels/common/backward/dq_zeroing.cuh"
 #include "kernels/common/backward/launch_sequence.cuh"
 #include "kernels/common/backward/non_finite_rows.cuh"
 #include "kernels/sm90/common/backward/option_storage.cuh"
@@ -10,9 +10,9 @@
 
 namespace flash_ext::sm90 {
 
-/// The warps that load zero no sums.
+/// Only the warps that load nothing zero sums.
 template <class Config>
-using BackwardPersistentDqClearer = DqClearer<Config::kBlockM, Config::kHeadDim, Config::kHeadDim / kDqPlaneColumns,
+using BackwardPersistentDqZeroing = DqZeroing<Config::kBlockM, Config::kHeadDim, Config::kHeadDim / kDqPlaneColumns,
                                               kWarpgroupWarps - Config::kLoadingWarps>;
 
 /// The tiles of row terms that the steps of a key tile touch.
@@ -136,9 +136,9 @@ struct BackwardPersistentMemory {
         schedule(p, Config::kBlockN, Config::kHeadDim, false, static_cast<char*>(memory) + workspace.bytes),
         bytes(workspace.bytes + schedule.bytes) {
     table = take_table<Config>(memory, bytes, schedule.positions());
-    if (!Config::kClearsDq || schedule.listing.listed) return;
+    if (!Config::kZeroesDq || schedule.listing.listed) return;
     const int64_t num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
-    workspace.clear_in_main_kernel(p, schedule.order, num_sms, num_sms);
+    workspace.zero_in_main_kernel(p, schedule.order, num_sms, num_sms);
   }
 };
 
@@ -153,8 +153,7 @@ __device__ __forceinline__ void fill_table(const BackwardParams& p, const Backwa
     const BackwardTaskOf<Config> task(p, schedule, schedule.locate(position));
     BackwardWorkTile<Config> tile(p, workspace, schedule, task);
     if (!task.exists()) tile.heads = 0;
-    if constexpr (Config::kClearsDq)
-      tile.cleared = BackwardPersistentDqClearer<Config>::share_of(p, workspace, position);
+    if constexpr (Config::kZeroesDq) tile.share = BackwardPersistentDqZeroing<Config>::share_of(p, workspace, position);
     table.tiles[position] = tile;
   }
 }

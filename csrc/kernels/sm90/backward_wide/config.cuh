@@ -15,7 +15,7 @@ namespace flash_ext::sm90 {
 template <class Element_, int kHeadDim_, TurnTaking kTurns_ = TurnTaking::kNever>
 struct BackwardWideConfig {
   using Element = Element_;
-  static constexpr bool kHasOptions = false, kClearsDq = kTurns_ == TurnTaking::kNever;
+  static constexpr bool kHasOptions = false, kZeroesDq = kTurns_ == TurnTaking::kNever;
   static constexpr bool kListsBlocks = false, kPersistent = false, kAnchored = false, kHasTails = false;
   static constexpr TurnTaking kTurns = kTurns_;
   static constexpr int kHeadDim = kHeadDim_;

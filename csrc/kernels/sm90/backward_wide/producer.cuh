@@ -2,7 +2,7 @@
 // 128, where a CTA computes some of the columns, from the dS of both CTAs of its cluster.
 #pragma once
 
-#include "kernels/common/backward/dq_clearing.cuh"
+#include "kernels/common/backward/dq_zeroing.cuh"
 #include "kernels/ptx/cluster.h"
 #include "kernels/ptx/ldmatrix.h"
 #include "kernels/ptx/reduction.h"
@@ -50,12 +50,12 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
                     (Config::kAlternatesMiddlePanel ? 0 : rank * Config::kOtherPanels) * kNextPanel) {}
 
   __device__ __forceinline__ void run() {
-    if constexpr (Config::kClearsDq) clear_dq();
+    if constexpr (Config::kZeroesDq) zero_dq();
     if constexpr (Config::kHasOptions) {
       run_found();
     } else {
       if (warp_ == 0 && work_tile_.tiles.begin < work_tile_.tiles.end) load_first();
-      if constexpr (Config::kClearsDq) DqClearer::wait(Base::workspace_, work_tile_.sequence);
+      if constexpr (Config::kZeroesDq) DqZeroing::wait(Base::workspace_, work_tile_.sequence);
 #pragma unroll 1
       for (Step step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step)) {
         add(step);
@@ -67,15 +67,15 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
   }
 
  private:
-  static constexpr int kClearingWarps = 2;  // of a CTA
-  using DqClearer = flash_ext::DqClearer<Config::kBlockM, Config::kDqHeadDim, 1, Config::kCluster * kClearingWarps>;
+  static constexpr int kZeroingWarps = 2;  // of a CTA, the last ones
+  using DqZeroing = flash_ext::DqZeroing<Config::kBlockM, Config::kDqHeadDim, 1, Config::kCluster * kZeroingWarps>;
   using Base::at_, Base::lane_, Base::s_tiles_, Base::storage_, Base::warp_, Base::work_tile_;
 
   /// Zeroes sums of dQ of later clusters, by the last warps, while the first one loads.
-  __device__ __forceinline__ void clear_dq() const {
-    if (!Base::workspace_.clearing.is_used() || warp_ < kWarpgroupWarps - kClearingWarps) return;
-    const int warp = rank_ * kClearingWarps + warp_ % kClearingWarps;
-    DqClearer::clear_share_of(Base::p_, Base::workspace_, blockIdx.x / Config::kCluster, warp, lane_);
+  __device__ __forceinline__ void zero_dq() const {
+    if (!Base::workspace_.zeroing.is_used() || warp_ < kWarpgroupWarps - kZeroingWarps) return;
+    const int warp = rank_ * kZeroingWarps + warp_ % kZeroingWarps;
+    DqZeroing::zero_share_of(Base::p_, Base::workspace_, blockIdx.x / Config::kCluster, warp, lane_);
   }
   __device__ __forceinline__ void load_first() {
     Step step = work_tile_.first_step();
@@ -97,7 +97,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
       load_found(steps.describe(next));
       at_.count = 0;
     }
-    if constexpr (Config::kClearsDq) DqClearer::wait(Base::workspace_, work_tile_.sequence);
+    if constexpr (Config::kZeroesDq) DqZeroing::wait(Base::workspace_, work_tile_.sequence);
 #pragma unroll 1
     while (true) {
       add(now);

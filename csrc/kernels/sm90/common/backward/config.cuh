@@ -51,7 +51,7 @@ struct BackwardNarrowConfig {
   static constexpr int kCluster = 1;  // CTAs that share kBlockN keys
   static constexpr int kLoadedKeys = kBlockN;
   static constexpr int kDqHeadDim = kHeadDim;  // of dQ in the workspace
-  static constexpr bool kClearsDq = false;     // whether the main kernel zeroes sums of dQ (dq_clearing.cuh)
+  static constexpr bool kZeroesDq = false;     // whether the main kernel zeroes sums of dQ (dq_zeroing.cuh)
 
   static constexpr int kKeyBytes = tile_bytes(kBlockN, kHeadDim);                  // K, V
   static constexpr int kQueryBytes = tile_bytes(kBlockM, kHeadDim);                // a stage of Q or dO

@@ -49,7 +49,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const BackwardSchedule& schedule = arguments.schedule;
   ptx::launch_dependents();
   const BackwardTaskOf<Config> task(p, schedule, schedule.locate(position_of_cta<Config>(workspace, storage)));
-  if (!task.exists()) return ptx::wait_for_previous_grid();  // the next kernel relies on that
+  // The next kernel relies on the wait. Where CTAs zero sums of dQ for others, every position has a tile.
+  if (!task.exists()) return ptx::wait_for_previous_grid();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
     Roles::init(arguments, storage);

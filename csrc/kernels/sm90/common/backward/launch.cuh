@@ -19,9 +19,9 @@ struct BackwardMemory {
       : workspace(p, Config::kBlockM, Config::kBlockN, Config::kDqHeadDim, memory),
         schedule(p, Config::kBlockN, Config::kHeadDim, false, static_cast<char*>(memory) + workspace.bytes),
         bytes(workspace.bytes + schedule.bytes) {
-    if (!Config::kClearsDq || schedule.listing.listed) return;
+    if (!Config::kZeroesDq || schedule.listing.listed) return;
     const int64_t num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
-    workspace.clear_in_main_kernel(p, schedule.order, num_sms / Config::kCluster, 0);
+    workspace.zero_in_main_kernel(p, schedule.order, num_sms / Config::kCluster, 0);
   }
 };
 

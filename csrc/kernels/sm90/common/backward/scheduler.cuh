@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "config.cuh"
-#include "kernels/common/backward/dq_clearing.cuh"
+#include "kernels/common/backward/dq_zeroing.cuh"
 #include "kernels/common/backward/large_lse.cuh"
 #include "kernels/common/backward/schedule.cuh"
 #include "kernels/common/backward/turns.cuh"
@@ -58,20 +58,20 @@ struct WorkTileAnchor<true> {
 template <class Config>
 constexpr int kKeyGroups = Config::kBlockN / kWarpgroupRows;
 
-/// The share of dQ's sums that is zeroed with a tile. Persistent CTAs find it in their table.
+/// The share of dQ's sums that a persistent CTA zeroes with a tile, that of a later one.
 template <bool kHasShare>
 struct WorkTileShare {};
 template <>
 struct WorkTileShare<true> {
-  DqShare cleared;
-  int32_t dq_is_zero = 0;  // whether the sums that the tile's steps add to were found to be zero
+  DqShare share;
+  int32_t dq_is_zeroed = 0;  // whether the sums that the tile's steps add to were found zeroed
 };
 
 /// A key tile of a key head, and the query tiles that see it, of all heads of the group or of those of a split.
 template <class Config>
 struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>,
                           WorkTileAnchor<Config::kAnchored>,
-                          WorkTileShare<Config::kPersistent && Config::kClearsDq> {
+                          WorkTileShare<Config::kPersistent && Config::kZeroesDq> {
   using Anchor = WorkTileAnchor<Config::kAnchored>;
 
   Sequence sequence;  // its head is the first of `heads`
