@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "backward_schedule.h"
+#include "kernels/common/backward/order.h"
 #include "kernels/common/mask/tile_range.h"
 #include "kernels/common/scheduler/work_order.h"
 #include "names.h"
@@ -153,7 +154,33 @@ std::vector<BackwardCtaTuple> ctas_of_backward(const Problem& problem) {
   return ctas;
 }
 
+/// The key tile of each position, and the one whose share of dQ's sums it zeroes: (key head, tile, key head, tile).
+using ZeroingTuple = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+std::vector<ZeroingTuple> dq_zeroing(int64_t heads, int64_t key_tiles, int64_t section_heads, int64_t at_once,
+                                     int64_t reserved) {
+  if (std::min({heads, key_tiles, section_heads, at_once}) < 1 || reserved < 0)
+    throw py::value_error("dq_zeroing: expected reserved >= 0, and at least 1 of all others");
+  const BackwardOrder order = backward_order(1, heads, heads, key_tiles, 1, KeyTileSchedule{section_heads}, false);
+  const DqZeroingOrder zeroing = dq_zeroing_order(order, at_once, reserved);
+  std::vector<ZeroingTuple> positions;
+  for (uint32_t position = 0; position < order.heads * order.key_tiles; ++position) {
+    const KeyWorkTile tile = order.tile_at(position);
+    KeyWorkTile zeroed{0, -1, -1};
+    if (zeroing.is_used() && !zeroing.is_past(zeroing.target(position))) {
+      const KeyWorkTile target = order.tile_at(zeroing.target(position));
+      if (zeroing.covers(zeroing.key_head(target.batch, target.head_kv))) zeroed = target;
+    }
+    positions.emplace_back(tile.head_kv, tile.tile, zeroed.head_kv, zeroed.tile);
+  }
+  return positions;
+}
+
 void bind_backward_schedule(py::module_& m) {
+  m.def("dq_zeroing", &dq_zeroing, py::arg("heads"), py::arg("key_tiles"), py::arg("section_heads"), py::arg("at_once"),
+        py::arg("reserved"),
+        "For each position of an unsplit dense backward on CUDA: its key head and tile, and those whose share of dQ's\n"
+        "sums it zeroes, or -1 and -1. at_once: positions that run at the same time; reserved: the first positions,\n"
+        "which zero nothing.");
   m.def("backward_ctas", &ctas_of_backward, py::arg("problem"),
         "What the CTAs of the backward of a dense problem on CUDA, or clusters of them, go over, in their order:\n"
         "(batch, first query head, heads, tile of keys, first tile of queries, end of these, cycles as planned).");

@@ -43,18 +43,17 @@ class DqZeroing {
   __device__ __forceinline__ static DqShare share_of(const BackwardParams& p, const BackwardWorkspace& workspace,
                                                      uint32_t position) {
     const DqZeroingPlan& plan = workspace.zeroing;
-    const BackwardOrder& order = plan.order;
     DqShare share;
-    const uint32_t target = position + plan.distance;
-    if (target >= order.heads * order.key_tiles) return share;
-    const KeyWorkTile tile = order.tile_at(target);
+    const uint32_t target = plan.target(position);
+    if (plan.is_past(target)) return share;
+    const KeyWorkTile tile = plan.order.tile_at(target);
     share.key_head = plan.key_head(tile.batch, tile.head_kv);
     if (!plan.covers(share.key_head)) return share;
     const uint32_t tiles = (static_cast<uint32_t>(p.seqlen_q) + kBlockM - 1) / kBlockM;
     const uint32_t groups = tiles * (kBlockM / kRowsOfChunk), number = static_cast<uint32_t>(tile.tile);
-    const uint32_t begin = share_begin(groups, number, order.key_tiles);
-    const uint32_t end = share_begin(groups, number + 1, order.key_tiles);
-    share.first_row = int64_t{tile.head_kv} * order.group * kPlanes * workspace.tiles_per_head * kBlockM +
+    const uint32_t begin = share_begin(groups, number, plan.order.key_tiles);
+    const uint32_t end = share_begin(groups, number + 1, plan.order.key_tiles);
+    share.first_row = int64_t{tile.head_kv} * plan.order.group * kPlanes * workspace.tiles_per_head * kBlockM +
                       int64_t{tile.batch} * tiles * kBlockM + begin * kRowsOfChunk;
     share.chunks = static_cast<int32_t>((end - begin) * kChunksOfRow);
     return share;

@@ -114,4 +114,35 @@ inline BackwardOrder backward_order(int64_t batch, int64_t heads_q, int64_t head
   return order;
 }
 
+/// Which positions zero which sums of dQ (dq_zeroing.cuh). The sums of a key head have a share for each of its key
+/// tiles; a position zeroes the share of the position `distance` behind it.
+struct DqZeroingOrder {
+  uint32_t first_head = UINT32_MAX;  // of the key heads of all batch entries; those before it are zeroed beforehand
+  uint32_t distance = 0;             // in positions; 0: all sums are zeroed beforehand
+  BackwardOrder order;               // that of the call; it has no splits
+
+  FLASH_EXT_HOST_DEVICE_MEMBER bool is_used() const { return distance > 0; }
+  FLASH_EXT_HOST_DEVICE_MEMBER int32_t key_head(int32_t batch, int32_t head_kv) const {
+    return batch * static_cast<int32_t>(order.heads_kv) + head_kv;
+  }
+  FLASH_EXT_HOST_DEVICE_MEMBER bool covers(int32_t key_head) const {
+    return static_cast<uint32_t>(key_head) >= first_head;
+  }
+  /// The position whose share is zeroed at `position`, unless it is past the last one or its key head is not covered.
+  FLASH_EXT_HOST_DEVICE_MEMBER uint32_t target(uint32_t position) const { return position + distance; }
+  FLASH_EXT_HOST_DEVICE_MEMBER bool is_past(uint32_t position) const {
+    return position >= order.heads * order.key_tiles;
+  }
+};
+
+/// `at_once`: positions that run at the same time. `reserved`: the first positions, which zero nothing.
+inline DqZeroingOrder dq_zeroing_order(const BackwardOrder& order, int64_t at_once, int64_t reserved) {
+  // A section and a wave: when the first position of a section adds to dQ, those that zeroed its sums are mostly over.
+  // The first heads are all of the sections in which some share is not that far behind a position that zeroes.
+  const int64_t section = int64_t{order.section_heads} * order.key_tiles;
+  const int64_t first_head = (1 + (at_once + reserved + section - 1) / section) * order.section_heads;
+  if (first_head >= order.heads) return {};
+  return {static_cast<uint32_t>(first_head), static_cast<uint32_t>(section + at_once), order};
+}
+
 }  // namespace flash_ext

@@ -69,21 +69,9 @@ struct VisibilityTiles {
   }
 };
 
-/// Which sums of dQ the main kernel zeroes (dq_zeroing.cuh): those of the key heads from `first_head` on, counted over
-/// all batch entries.
-struct DqZeroingPlan {
-  uint32_t first_head = UINT32_MAX;
-  uint32_t distance = 0;            // in positions of the order
-  BackwardOrder order;              // that of the call; it has no splits
+/// Which sums of dQ the main kernel zeroes, and what it has zeroed.
+struct DqZeroingPlan : DqZeroingOrder {
   int32_t* zeroed_parts = nullptr;  // (key heads): a part is what a warp zeroes for a position
-
-  FLASH_EXT_HOST_DEVICE_MEMBER int32_t key_head(int32_t batch, int32_t head_kv) const {
-    return batch * static_cast<int32_t>(order.heads_kv) + head_kv;
-  }
-  FLASH_EXT_HOST_DEVICE_MEMBER bool covers(int32_t key_head) const {
-    return static_cast<uint32_t>(key_head) >= first_head;
-  }
-  FLASH_EXT_HOST_DEVICE_MEMBER bool is_used() const { return distance > 0; }
 };
 
 constexpr int kLargeParts = 8;  // of a tile of rows: eight flags are read at once
@@ -135,14 +123,7 @@ struct BackwardWorkspace {
   void zero_in_main_kernel(const BackwardParams& p, const BackwardOrder& main_order, int64_t at_once,
                            int64_t reserved) {
     if (!dq || turns || !has_equal_lengths(p) || main_order.splits() > 1) return;
-    // A section and a wave: when the first position of a section adds to dQ, those that zeroed its sums are mostly
-    // over. The first heads are all of the sections in which some share is not that far behind a position that zeroes.
-    const int64_t section = int64_t{main_order.section_heads} * main_order.key_tiles;
-    const int64_t first_head = (1 + (at_once + reserved + section - 1) / section) * main_order.section_heads;
-    if (first_head >= main_order.heads) return;
-    zeroing.first_head = static_cast<uint32_t>(first_head);
-    zeroing.distance = static_cast<uint32_t>(section + at_once);
-    zeroing.order = main_order;
+    static_cast<DqZeroingOrder&>(zeroing) = dq_zeroing_order(main_order, at_once, reserved);
   }
 
   static bool takes_turns(const BackwardParams& p) { return p.deterministic && p.dq.data && p.seqlen_q > 0; }
