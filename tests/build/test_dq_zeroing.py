@@ -24,16 +24,13 @@ Tile = tuple[int, int]  # key head, number of the tile
 class Backward:
     """What the positions of a call work on, and what they zero."""
 
-    def __init__(self, heads: int, key_tiles: int, section_heads: int, reserved: int, at_once: int = SMS) -> None:
-        found = _plan.dq_zeroing(heads, key_tiles, section_heads, at_once, reserved)
+    def __init__(self, heads: int, key_tiles: int, section_heads: int, reserved: int) -> None:
+        found = _plan.dq_zeroing(heads, key_tiles, section_heads, SMS, reserved)
         self.tiles: list[Tile] = [(head, tile) for head, tile, _, _ in found]
         self.zeroed: list[Tile] = [(head, tile) for _, _, head, tile in found]
+        self.covered = {head for head, _ in self.zeroed} - {-1}
         self.published = Counter({head: key_tiles for head in range(heads) if head not in self.covered})
         self.key_tiles = key_tiles
-
-    @property
-    def covered(self) -> set[int]:
-        return {head for head, _ in self.zeroed} - {-1}
 
     def publish(self, position: int) -> None:
         self.published[self.zeroed[position][0]] += 1

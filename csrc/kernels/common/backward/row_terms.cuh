@@ -154,6 +154,29 @@ __device__ __forceinline__ void zero_dq_row(const BackwardWorkspace& workspace, 
   }
 }
 
+/// How a CTA divides the rows of a tile among its lanes.
+template <class Element, int kHeadDim>
+struct RowLanes {
+  static constexpr int kChunk = 16 / sizeof(Element);
+  static constexpr int kLanes = kHeadDim / kChunk < 32 ? kHeadDim / kChunk : 32;  // that share a row
+  static constexpr int kChunks = (kHeadDim / kChunk + kLanes - 1) / kLanes;       // of a lane
+  static constexpr int kStride = kRowTermThreads / kLanes;                        // from a lane's row to its next one
+  static_assert(kLanes * kChunks * kChunk >= kHeadDim);
+};
+
+/// Looks for Inf and NaN of q in the columns and rows of a tile that a lane has. `first`: the tile's first query.
+template <class Element, int kHeadDim, int kBlockM>
+__device__ __forceinline__ void look_at_queries(const BackwardParams& p, const Sequence& sequence, int first,
+                                                bool& finite) {
+  using Lanes = RowLanes<Element, kHeadDim>;
+  const int lane = threadIdx.x % Lanes::kLanes;
+  const auto queries = query_rows<const Element>(p.q, sequence);
+#pragma unroll 1
+  for (int i = first + threadIdx.x / Lanes::kLanes; i < min(first + kBlockM, sequence.seqlen_q); i += Lanes::kStride)
+    for (int d = lane * Lanes::kChunk; d < p.head_dim; d += Lanes::kLanes * Lanes::kChunk)
+      finite &= is_finite<Element>(*reinterpret_cast<const uint4*>(queries.row(i) + d));
+}
+
 /// Of at most so many rows a lane reads chunks at once. With kRowTermCtas CTAs on an SM, enough is under way to keep
 /// memory busy.
 constexpr int kRowsAtOnce = 4;
@@ -163,12 +186,9 @@ constexpr int kRowsAtOnce = 4;
 template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false, bool kDqInPlanes = false>
 __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace,
                                                 const volatile RowTileOfCta& cta, int head) {
-  constexpr int kChunk = 16 / sizeof(Element);
-  constexpr int kLanes = kHeadDim / kChunk < 32 ? kHeadDim / kChunk : 32;  // that share a row
-  constexpr int kChunks = (kHeadDim / kChunk + kLanes - 1) / kLanes;       // of a lane
-  constexpr int kStride = kRowTermThreads / kLanes;                        // from a lane's row to its next one
+  using Lanes = RowLanes<Element, kHeadDim>;
+  constexpr int kLanes = Lanes::kLanes, kChunks = Lanes::kChunks, kStride = Lanes::kStride;
   constexpr int kAtOnce = std::min(kRowsAtOnce / kChunks, kBlockM / kStride);
-  static_assert(kLanes * kChunks * kChunk >= kHeadDim);
   static_assert(kBlockM % kStride == 0 && kBlockM / kStride % kAtOnce == 0 && kAtOnce <= kLanes, "no row is left over");
   const int tile_of_cta = cta.tile, batch = cta.batch;
   const Sequence sequence(p, batch, head);
@@ -231,11 +251,7 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
     if (threadIdx.x % 32 == 0) workspace.large[tile * kLargeParts + threadIdx.x / 32] = large;
   }
   if (!workspace.has_non_finite) return;
-  const auto queries = query_rows<const Element>(p.q, sequence);
-#pragma unroll 1
-  for (int i = first + threadIdx.x / kLanes; i < min(first + kBlockM, sequence.seqlen_q); i += kStride)
-    for (int d = lane * kChunk; d < p.head_dim; d += kLanes * kChunk)
-      all_finite &= is_finite<Element>(*reinterpret_cast<const uint4*>(queries.row(i) + d));
+  look_at_queries<Element, kHeadDim, kBlockM>(p, sequence, first, all_finite);
   const bool some_non_finite = __syncthreads_or(!all_finite);
   if (threadIdx.x == 0) workspace.has_non_finite[tile] = some_non_finite;
 }

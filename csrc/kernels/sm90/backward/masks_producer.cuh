@@ -16,11 +16,7 @@ class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStor
  public:
   using Base::Base;
 
-  __device__ __forceinline__ void run() {
-    if constexpr (Config::kZeroesDq) this->zero_dq();
-    if (work_tile_.tiles.begin < work_tile_.tiles.end) load_and_add();
-    if (lane_ == 0) ptx::tma_store_wait_read();
-  }
+  __device__ __forceinline__ void run() { Base::run(*this); }
 
  private:
   friend Base;

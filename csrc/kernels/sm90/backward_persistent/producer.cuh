@@ -234,7 +234,7 @@ class BackwardPersistentDq {
   // ---- dQ
 
   /// Zeroes the share that the table has for this position, by the warps that load nothing, while dS of its first step
-  /// is still being computed. Waits until the sums that the tile adds to have been zeroed: nearly always they had been
+  /// is still being computed. Waits until the sums that the tile adds to have been zeroed: mostly they should have been
   /// when the tile was published, some steps ago. Warp 3 saw that; each warp needs a fence of its own.
   __device__ __forceinline__ void zero_dq(const WorkTile& work_tile) {
     using Zeroing = BackwardPersistentDqZeroing<Config>;
