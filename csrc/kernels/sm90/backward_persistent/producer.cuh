@@ -57,8 +57,11 @@ class BackwardPersistentDq {
   using Sum = typename DqSlice::Sum;
   using TileCount = RingCount<Config::kKeySlots>;
   static constexpr int kPreparing = 3;  // the warp that finds tiles of keys
-  static constexpr int kWords = sizeof(WorkTile) / sizeof(uint2);
-  static_assert(sizeof(WorkTile) % sizeof(uint2) == 0 && kWords <= 32, "a lane copies a word");
+  static constexpr int kTileWords = sizeof(WorkTile) / sizeof(uint2);
+  static constexpr int kShareWords = Config::kZeroesDq ? sizeof(DqShare) / sizeof(uint2) : 0;
+  static constexpr int kWords = kTileWords + kShareWords;
+  static_assert(sizeof(WorkTile) % sizeof(uint2) == 0 && sizeof(DqShare) % sizeof(uint2) == 0);
+  static_assert(kWords <= 32, "a lane copies a word");
   static constexpr bool kTakesTurns = Config::kTurns == TurnTaking::kAlways;
   // Steps before the end of a tile of keys at which the next one is taken, fetched and published: memory answers
   // meanwhile. The first loads of that tile are two steps before the end.
@@ -124,18 +127,24 @@ class BackwardPersistentDq {
   __device__ __forceinline__ void take() {
     if (lane_ == 0) taken_ = (kTakesTurns ? 0 : gridDim.x) + atomicAdd(table_.taken, 1u);
   }
-  /// Issues the loads of the work tile at this position, one word per lane.
+  /// Issues the loads of the work tile at this position and of its share, one word per lane.
   __device__ __forceinline__ void fetch() {
     position_ = ptx::uniform(taken_);
     if constexpr (Config::kListsBlocks) any_large_ = *table_.any_large;
     if (position_ < table_.count && lane_ < kWords)
-      word_of_work_tile_ = reinterpret_cast<const uint2*>(table_.tiles + position_)[lane_];
+      word_ = *word_of_lane(table_.tiles + position_, table_.shares + position_);
+  }
+  __device__ __forceinline__ uint2* word_of_lane(WorkTile* work_tile, DqShare* share) const {
+    if (lane_ < kTileWords) return reinterpret_cast<uint2*>(work_tile) + lane_;
+    return reinterpret_cast<uint2*>(share) + (lane_ - kTileWords);
   }
   __device__ __forceinline__ void publish() {
     const uint32_t slot = published_.stage();
     WorkTile& work_tile = storage_.work_tiles[slot];
     wait_for(storage_.tile_empty[slot], published_.parity() ^ 1);
-    if (lane_ < kWords) reinterpret_cast<uint2*>(&work_tile)[lane_] = word_of_work_tile_;
+    DqShare* s_share = nullptr;
+    if constexpr (Config::kZeroesDq) s_share = storage_.zeroing.shares + slot;
+    if (lane_ < kWords) *word_of_lane(&work_tile, s_share) = word_;
     __syncwarp();
     if (position_ < table_.count) {
       if constexpr (Config::kListsBlocks) {
@@ -144,7 +153,8 @@ class BackwardPersistentDq {
         find_large_lse_of_all(workspace_, work_tile, lane_);
       }
       if constexpr (Config::kZeroesDq)
-        work_tile.dq_is_zeroed = BackwardPersistentDqZeroing<Config>::is_zeroed(workspace_, work_tile.sequence);
+        storage_.zeroing.dq_is_zeroed[slot] =
+            BackwardPersistentDqZeroing<Config>::is_zeroed(workspace_, work_tile.sequence);
       if constexpr (Config::may_have(kStepKeyBiased))
         look_at_keys(p_, workspace_, work_tile, storage_.visible_keys[slot], lane_);
     } else {
@@ -236,16 +246,18 @@ class BackwardPersistentDq {
   /// Zeroes the share that the table has for this position, by the warps that load nothing, while dS of its first step
   /// is still being computed. Waits until the sums that the tile adds to have been zeroed: mostly they should have been
   /// when the tile was published, some steps ago. Warp 3 saw that; each warp needs a fence of its own.
-  __device__ __forceinline__ void zero_dq(const WorkTile& work_tile) {
+  __device__ __forceinline__ void zero_dq() {
     using Zeroing = BackwardPersistentDqZeroing<Config>;
-    const int chunks = ptx::uniform(work_tile.share.chunks);
+    const uint32_t slot = tile_.stage();
+    const DqShare& share = storage_.zeroing.shares[slot];
+    const int chunks = ptx::uniform(share.chunks);
     if (warp_ >= Config::kLoadingWarps && chunks >= 0) {
-      Zeroing::zero(workspace_, ptx::uniform(work_tile.share.first_row), chunks, warp_ - Config::kLoadingWarps, lane_);
-      zeroed_head_ = ptx::uniform(work_tile.share.key_head);
+      Zeroing::zero(workspace_, ptx::uniform(share.first_row), chunks, warp_ - Config::kLoadingWarps, lane_);
+      zeroed_head_ = ptx::uniform(share.key_head);
     }
-    if (ptx::uniform(work_tile.dq_is_zeroed)) return ptx::fence_proxy_async_global();
+    if (ptx::uniform(static_cast<int>(storage_.zeroing.dq_is_zeroed[slot]))) return ptx::fence_proxy_async_global();
     publish_zeroed();
-    Zeroing::wait(workspace_, work_tile.sequence);
+    Zeroing::wait(workspace_, storage_.work_tiles[slot].sequence);
   }
   /// Publishes the zeroed share, once. After the first step its stores are over, so that the release waits little; it
   /// is published earlier only if this tile must wait, and later only if it has no steps.
@@ -263,7 +275,7 @@ class BackwardPersistentDq {
     const int first_head = ptx::uniform(work_tile.sequence.head);
     const int tail_bytes = ptx::uniform(work_tile.tail_queries) * kDqBytesOfQuery;
     const uint32_t keys = KeyTile::lower_half(s_tiles_ + tile_.stage() * Config::kKeySlotBytes);
-    if constexpr (Config::kZeroesDq) zero_dq(work_tile);
+    if constexpr (Config::kZeroesDq) zero_dq();
 #pragma unroll 1
     while (walk.left > 0) {
       if (warp_ == kPreparing) look_ahead(walk.left, steps);
@@ -317,7 +329,7 @@ class BackwardPersistentDq {
   TileCount tile_, published_, loaded_;
   // The key tile that is published next.
   uint32_t taken_ = blockIdx.x, position_ = 0;
-  uint2 word_of_work_tile_ = {};
+  uint2 word_ = {};  // of the work tile or its share, one per lane
   uint32_t any_large_ = 0;
   int32_t zeroed_head_ = -1;  // whose share is zeroed and not yet published
   RingCount<Config::kDsStages> ds_at_;

@@ -107,6 +107,7 @@ struct BackwardTileTable : BackwardListedTable<Config::kListsBlocks> {
   BackwardWorkTile<Config>* tiles;  // (count): key tiles or splits of them; with no heads: nothing to do
   uint32_t* taken;                  // (1): positions that CTAs took; without turns, besides the first of each
   uint32_t count;
+  DqShare* shares;  // (count): what is zeroed with each; null: the main kernel zeroes nothing
 };
 
 /// Places a table of `positions` entries behind `bytes` bytes of memory, and adds its size to `bytes`.
@@ -119,7 +120,9 @@ BackwardTileTable<Config> take_table(void* memory, int64_t& bytes, int64_t posit
   table.taken = reinterpret_cast<uint32_t*>(g_table);
   table.tiles = reinterpret_cast<BackwardWorkTile<Config>*>(g_table + kHeadBytes);
   table.count = grid_size(positions);
-  bytes = begin + kHeadBytes + table.count * static_cast<int64_t>(sizeof(BackwardWorkTile<Config>));
+  table.shares = Config::kZeroesDq ? reinterpret_cast<DqShare*>(table.tiles + table.count) : nullptr;
+  constexpr size_t kEntryBytes = sizeof(BackwardWorkTile<Config>) + (Config::kZeroesDq ? sizeof(DqShare) : 0);
+  bytes = begin + kHeadBytes + table.count * static_cast<int64_t>(kEntryBytes);
   return table;
 }
 
@@ -153,8 +156,9 @@ __device__ __forceinline__ void fill_table(const BackwardParams& p, const Backwa
     const BackwardTaskOf<Config> task(p, schedule, schedule.locate(position));
     BackwardWorkTile<Config> tile(p, workspace, schedule, task);
     if (!task.exists()) tile.heads = 0;
-    if constexpr (Config::kZeroesDq) tile.share = BackwardPersistentDqZeroing<Config>::share_of(p, workspace, position);
     table.tiles[position] = tile;
+    if constexpr (Config::kZeroesDq)
+      table.shares[position] = BackwardPersistentDqZeroing<Config>::share_of(p, workspace, position);
   }
 }
 

@@ -6,7 +6,6 @@
 #include <type_traits>
 
 #include "config.cuh"
-#include "kernels/common/backward/dq_zeroing.cuh"
 #include "kernels/common/backward/large_lse.cuh"
 #include "kernels/common/backward/schedule.cuh"
 #include "kernels/common/backward/turns.cuh"
@@ -58,20 +57,9 @@ struct WorkTileAnchor<true> {
 template <class Config>
 constexpr int kKeyGroups = Config::kBlockN / kWarpgroupRows;
 
-/// The share of dQ's sums that a persistent CTA zeroes with a tile, that of a later one.
-template <bool kHasShare>
-struct WorkTileShare {};
-template <>
-struct WorkTileShare<true> {
-  DqShare share;
-  int32_t dq_is_zeroed = 0;  // whether the sums that the tile's steps add to were found zeroed
-};
-
 /// A key tile of a key head, and the query tiles that see it, of all heads of the group or of those of a split.
 template <class Config>
-struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>,
-                          WorkTileAnchor<Config::kAnchored>,
-                          WorkTileShare<Config::kPersistent && Config::kZeroesDq> {
+struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Config::kAnchored> {
   using Anchor = WorkTileAnchor<Config::kAnchored>;
 
   Sequence sequence;  // its head is the first of `heads`
