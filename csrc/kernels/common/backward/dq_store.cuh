@@ -4,6 +4,7 @@
 
 #include <numeric>
 
+#include "dq_completion.cuh"
 #include "eight_of_row.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/launch.h"
@@ -113,11 +114,16 @@ __device__ __forceinline__ void store_dq(const BackwardParams& p, const Backward
 template <class Element, class Layout, int kBlockM, int kHeadDim>
 __global__ void __launch_bounds__(kStoreDqThreads, kStoreDqCtas)
     store_dq_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace workspace) {
-  ptx::wait_for_previous_grid();
+  const bool waits_for_heads = workspace.completion.is_used();
+  if (!waits_for_heads) ptx::wait_for_previous_grid();
   const volatile RowTileOfCta& cta = RowTileOfCta::find(p, workspace.row_tiles);
 #pragma unroll 1
-  for (int head = cta.first_head; head < cta.end_head; ++head)
+  for (int head = cta.first_head; head < cta.end_head; ++head) {
+    if (waits_for_heads) DqCompletion::wait(p, workspace, Sequence(p, cta.batch, head));
     store_dq<Element, Layout, kBlockM, kHeadDim>(p, workspace, cta, head);
+  }
+  // The next kernel waits for this one alone, so this one must not end before the main kernel.
+  if (waits_for_heads && blockIdx.x + 1 == gridDim.x) ptx::wait_for_previous_grid();
 }
 
 }  // namespace flash_ext

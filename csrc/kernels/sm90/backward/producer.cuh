@@ -2,6 +2,7 @@
 // and adds it to memory.
 #pragma once
 
+#include "kernels/common/backward/dq_completion.cuh"
 #include "kernels/common/backward/dq_zeroing.cuh"
 #include "kernels/ptx/wgmma_across.h"
 #include "kernels/sm90/common/backward/producer.cuh"
@@ -48,6 +49,10 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
       self.load_and_add();
     } else if constexpr (Config::kSkipsTurns) {
       if (self.storage_.skips_turns) self.skip_turns();
+    }
+    if constexpr (Config::kZeroesDq) {
+      if (self.workspace_.completion.is_used())
+        return DqCompletion::finish_warp(self.p_, self.workspace_, self.work_tile_.sequence, self.lane_);
     }
     // Shared memory must live until it has been read. The next kernel waits for the grid, and so for what was read.
     if (self.lane_ == 0) ptx::tma_store_wait_read();

@@ -60,6 +60,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
   ptx::cluster_sync();
   if (warp < kWarpgroupWarps) {
     ptx::release_registers<Config::kShape.dq_registers>();
+    ptx::launch_dependents();  // This kernel has waited for row terms: it is launched after them.
     BackwardWideDq<Config>(p, maps, workspace, storage, s_tiles, rank, warp, lane).run();
   } else if (warp < 2 * kWarpgroupWarps) {
     ptx::acquire_registers<Config::kValueRegisters>();
@@ -97,7 +98,7 @@ template <class Element, int kHeadDim>
 void run_backward_wide(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Config = BackwardWideConfig<Element, kHeadDim>;
   using InTurns = BackwardWideConfig<Element, kHeadDim, TurnTaking::kAlways>;
-  launch_backward<Config, false, false>(p, memory, kBackwardWideNames, stream, [&](const BackwardArguments& arguments) {
+  launch_backward<Config, false, true>(p, memory, kBackwardWideNames, stream, [&](const BackwardArguments& arguments) {
     if (has_options(p)) return launch_backward_wide_options<Element, kHeadDim>(p, arguments, stream);
     arguments.workspace.turns ? launch_backward_wide<InTurns>(p, arguments, arguments.scale, stream)
                               : launch_backward_wide<Config>(p, arguments, arguments.scale, stream);

@@ -2,6 +2,7 @@
 // 128, where a CTA computes some of the columns, from the dS of both CTAs of its cluster.
 #pragma once
 
+#include "kernels/common/backward/dq_completion.cuh"
 #include "kernels/common/backward/dq_zeroing.cuh"
 #include "kernels/ptx/cluster.h"
 #include "kernels/ptx/ldmatrix.h"
@@ -51,6 +52,19 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
 
   __device__ __forceinline__ void run() {
     if constexpr (Config::kZeroesDq) zero_dq();
+    add_all();
+    if constexpr (Config::kZeroesDq) {
+      if (Base::workspace_.completion.is_used())
+        DqCompletion::finish_warp(Base::p_, Base::workspace_, work_tile_.sequence, lane_);
+    }
+  }
+
+ private:
+  static constexpr int kZeroingWarps = 2;  // of a CTA, the last ones
+  using DqZeroing = flash_ext::DqZeroing<Config::kBlockM, Config::kDqHeadDim, 1, Config::kCluster * kZeroingWarps>;
+  using Base::at_, Base::lane_, Base::s_tiles_, Base::storage_, Base::warp_, Base::work_tile_;
+
+  __device__ __forceinline__ void add_all() {
     if constexpr (Config::kHasOptions) {
       run_found();
     } else {
@@ -65,11 +79,6 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
       if constexpr (Config::kTurns == TurnTaking::kAlways) turns_.end(Base::workspace_.turns, lane_);
     }
   }
-
- private:
-  static constexpr int kZeroingWarps = 2;  // of a CTA, the last ones
-  using DqZeroing = flash_ext::DqZeroing<Config::kBlockM, Config::kDqHeadDim, 1, Config::kCluster * kZeroingWarps>;
-  using Base::at_, Base::lane_, Base::s_tiles_, Base::storage_, Base::warp_, Base::work_tile_;
 
   /// Zeroes sums of dQ of later clusters, by the last warps, while the first one loads.
   __device__ __forceinline__ void zero_dq() const {

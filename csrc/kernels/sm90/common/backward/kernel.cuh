@@ -47,7 +47,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) char shared[];
   auto& storage = *reinterpret_cast<typename Roles::Storage*>(shared + Config::kTilesBytes);
   const BackwardSchedule& schedule = arguments.schedule;
-  ptx::launch_dependents();
   const BackwardTaskOf<Config> task(p, schedule, schedule.locate(position_of_cta<Config>(workspace, storage)));
   // The next kernel relies on the wait. Where CTAs zero sums of dQ for others, every position has a tile.
   if (!task.exists()) return ptx::wait_for_previous_grid();
@@ -67,6 +66,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (warp < kWarpgroupWarps) {
     ptx::release_registers<Config::kShape.dq_registers>();
     ptx::wait_for_previous_grid();  // for row terms, and for sums and counters zeroed with them
+    ptx::launch_dependents();       // not before: the next kernel uses these counters
     if constexpr (Roles::kHasLayout) {
       typename Roles::Dq(p, arguments.maps, arguments.maps.bias, workspace, arguments.layout, storage,
                          ptx::shared_address(shared), warp, lane)

@@ -21,7 +21,8 @@ struct BackwardMemory {
         bytes(workspace.bytes + schedule.bytes) {
     if (!Config::kZeroesDq || schedule.listing.listed) return;
     const int64_t num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
-    workspace.zero_in_main_kernel(p, schedule.order, num_sms / Config::kCluster, 0);
+    workspace.leave_dq_to_main_kernel(p, schedule.order, Config::kCluster * kWarpgroupWarps, num_sms / Config::kCluster,
+                                      0);
   }
 };
 
