@@ -23,8 +23,8 @@ __device__ __forceinline__ void bulk_reduce_add(float* g_target, uint32_t s_sour
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-/// Orders what this thread wrote to global memory, or saw there, before its later reductions, which reach memory
-/// another way.
+/// Orders this thread's bulk reductions, which reach memory another way, and its other accesses to global memory: what
+/// it wrote or saw there before its later reductions, and reductions that are over before what it does later.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 /// Waits until this thread's groups are done: memory has what they added.

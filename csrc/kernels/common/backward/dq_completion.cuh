@@ -2,10 +2,14 @@
 // main kernel: its CTAs start on SMs that have no key tile left, and store dQ of heads that are over while the last key
 // tiles are still being computed.
 //
-// Each warp that adds to dQ counts itself among the finished warps of its key head when what it adds to it is in
-// memory. The kernel of row terms zeroes these counters. The kernel that stores dQ must not read them before that: the
-// main kernel lets it start (ptx::launch_dependents) only after it has waited for row terms itself. Nobody waits for
-// ever: when that kernel starts, each CTA of the main kernel has an SM or is over.
+// Where completion.is_used(), each warp of a kind that adds to dQ increments the counter of its key head, once for a
+// key tile: when all that it adds, if anything, is in memory, and all sums of the head have been zeroed
+// (dq_zeroing.cuh).
+//
+// The kernel of row terms zeroes these counters. The kernel that stores dQ must not read them before that: the main
+// kernel lets it start (ptx::launch_dependents) only after it has waited for row terms itself. CUDA promises no more
+// than this order, but what the kernel of row terms wrote is in L2 by then, where load_acquire() reads. There is no
+// deadlock: when the kernel that stores dQ starts, each CTA of the main kernel has an SM or has ended.
 #pragma once
 
 #include "kernels/common/sequence.cuh"
@@ -16,8 +20,8 @@
 namespace flash_ext {
 
 struct DqCompletion {
-  /// Says that this warp has added all that it adds to the sums of `sequence` for a key tile: its first lane by bulk
-  /// reductions, or all lanes by their own.
+  /// Says that this warp has added all that it adds to the sums of `sequence` for a key tile: lane 0 by bulk
+  /// reductions, or each lane by reductions of its own.
   __device__ __forceinline__ static void finish_warp(const BackwardParams& p, const BackwardWorkspace& workspace,
                                                      const Sequence& sequence, int lane) {
     __syncwarp();
@@ -31,15 +35,17 @@ struct DqCompletion {
   /// Waits until the sums of `sequence` are complete. Each thread that reads them calls it.
   __device__ __forceinline__ static void wait(const BackwardParams& p, const BackwardWorkspace& workspace,
                                               const Sequence& sequence) {
+#if __CUDA_ARCH__ >= 900
     const int32_t* const g_counter = counter(p, workspace, sequence);
-    while (ptx::load_acquire(g_counter) < workspace.completion.all_warps) continue;
-    ptx::fence_proxy_async_global();  // the sums were added another way than they are read
+    while (ptx::load_acquire(g_counter) < workspace.completion.warps_of_head) continue;
+    ptx::fence_proxy_async_global();  // bulk reductions and the loads that follow reach memory another way
+#endif
   }
 
  private:
   __device__ __forceinline__ static int32_t* counter(const BackwardParams& p, const BackwardWorkspace& workspace,
                                                      const Sequence& sequence) {
-    return workspace.completion.finished_warps + key_head_of_all(p, sequence.batch, sequence.head_kv);
+    return workspace.completion.finished_warps + key_head_of_all(p.heads_kv, sequence.batch, sequence.head_kv);
   }
 };
 

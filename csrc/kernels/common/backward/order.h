@@ -114,6 +114,11 @@ inline BackwardOrder backward_order(int64_t batch, int64_t heads_q, int64_t head
   return order;
 }
 
+/// The number of a key head among those of all batch entries.
+FLASH_EXT_HOST_DEVICE int32_t key_head_of_all(int64_t heads_kv, int32_t batch, int32_t head_kv) {
+  return batch * static_cast<int32_t>(heads_kv) + head_kv;
+}
+
 /// Which positions zero which sums of dQ (dq_zeroing.cuh). The sums of a key head have a share for each of its key
 /// tiles; a position zeroes the share of the position `distance` behind it.
 struct DqZeroingOrder {
@@ -123,7 +128,7 @@ struct DqZeroingOrder {
 
   FLASH_EXT_HOST_DEVICE_MEMBER bool is_used() const { return distance > 0; }
   FLASH_EXT_HOST_DEVICE_MEMBER int32_t key_head(int32_t batch, int32_t head_kv) const {
-    return batch * static_cast<int32_t>(order.heads_kv) + head_kv;
+    return key_head_of_all(order.heads_kv, batch, head_kv);
   }
   FLASH_EXT_HOST_DEVICE_MEMBER bool covers(int32_t key_head) const {
     return static_cast<uint32_t>(key_head) >= first_head;

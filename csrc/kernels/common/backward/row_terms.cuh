@@ -209,7 +209,7 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
       p.grad_lse.data ? static_cast<const float*>(p.grad_lse.data) + sequence.lse_offset(p.grad_lse) : nullptr;
   const bool sink_takes_all = p.sink && static_cast<const float*>(p.sink)[head] == INFINITY;
   const int lane = threadIdx.x % kLanes, columns = p.grad_out.data ? static_cast<int>(p.head_dim_v) : 0;
-  const int key_head = key_head_of_all(p, batch, sequence.head_kv);
+  const int key_head = key_head_of_all(p.heads_kv, batch, sequence.head_kv);
   const bool zeroes = workspace.dq && !workspace.zeroing.covers(key_head);
   if (workspace.dq && tile_of_cta == 0 && threadIdx.x == 0)
     workspace.zeroing.zeroed_parts[key_head] = workspace.completion.finished_warps[key_head] = 0;

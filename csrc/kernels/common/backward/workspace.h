@@ -69,11 +69,6 @@ struct VisibilityTiles {
   }
 };
 
-/// The number of a key head among those of all batch entries.
-FLASH_EXT_HOST_DEVICE int32_t key_head_of_all(const AttentionParams& p, int batch, int head_kv) {
-  return batch * static_cast<int32_t>(p.heads_kv) + head_kv;
-}
-
 /// Which sums of dQ the main kernel zeroes, and what it has zeroed.
 struct DqZeroingPlan : DqZeroingOrder {
   int32_t* zeroed_parts = nullptr;  // (key heads): a part is what a warp zeroes for a position
@@ -82,9 +77,9 @@ struct DqZeroingPlan : DqZeroingOrder {
 /// How the kernel that stores dQ learns that the sums of a key head are complete (dq_completion.cuh).
 struct DqCompletionPlan {
   int32_t* finished_warps = nullptr;  // (key heads): a warp counts once for each key tile
-  int32_t all_warps = 0;              // of a key head; 0: that kernel waits for the whole main kernel
+  int32_t warps_of_head = 0;          // that must count; 0: that kernel waits for the whole main kernel
 
-  FLASH_EXT_HOST_DEVICE_MEMBER bool is_used() const { return all_warps > 0; }
+  FLASH_EXT_HOST_DEVICE_MEMBER bool is_used() const { return warps_of_head > 0; }
 };
 
 constexpr int kLargeParts = 8;  // of a tile of rows: eight flags are read at once
@@ -134,13 +129,13 @@ struct BackwardWorkspace {
 
   /// Leaves sums of dQ to the main kernel, where it can zero them and say when they are complete: if all sequences have
   /// the same lengths, no key tile is split and additions take no turns. Then each position has a key tile.
-  /// `tile_warps`: that add to dQ for a key tile. `at_once`: positions that run at the same time. `reserved`: the first
-  /// positions, which zero nothing (dq_zeroing.cuh).
+  /// `tile_warps`: that add to dQ for a key tile; 0: none of them counts. `at_once`: positions that run at the same
+  /// time. `reserved`: the first positions, which zero nothing (dq_zeroing.cuh).
   void leave_dq_to_main_kernel(const BackwardParams& p, const BackwardOrder& main_order, int tile_warps,
                                int64_t at_once, int64_t reserved) {
     if (!dq || turns || !has_equal_lengths(p) || main_order.splits() > 1) return;
     static_cast<DqZeroingOrder&>(zeroing) = dq_zeroing_order(main_order, at_once, reserved);
-    completion.all_warps = static_cast<int32_t>(main_order.key_tiles) * tile_warps;
+    completion.warps_of_head = static_cast<int32_t>(main_order.key_tiles) * tile_warps;
   }
 
   static bool takes_turns(const BackwardParams& p) { return p.deterministic && p.dq.data && p.seqlen_q > 0; }

@@ -26,7 +26,7 @@ int64_t backward_bytes(const BackwardParams& p) {
 template <class Element, int kHeadDim>
 void run_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Config = BackwardPipelinedConfig<Element, kHeadDim>;
-  launch_backward<Config, true, true>(p, memory, kBackwardNames, stream, [&](const BackwardArguments& arguments) {
+  launch_backward<Config, true>(p, memory, kBackwardNames, stream, [&](const BackwardArguments& arguments) {
     if (has_options(p)) return launch_pipelined_options<Config>(p, arguments, stream);
     const BackwardStoringMaps maps = storing_maps(p, arguments.maps);
     launch_backward_kernel<BackwardPipelinedRoles<Config>>(

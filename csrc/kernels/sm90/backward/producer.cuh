@@ -51,6 +51,9 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
       if (self.storage_.skips_turns) self.skip_turns();
     }
     if constexpr (Config::kZeroesDq) {
+      // Sums that are reported complete have been zeroed, also if no CTA of the head has a step.
+      if (!(self.work_tile_.tiles.begin < self.work_tile_.tiles.end))
+        DqZeroing::wait(self.workspace_, self.work_tile_.sequence);
       if (self.workspace_.completion.is_used())
         return DqCompletion::finish_warp(self.p_, self.workspace_, self.work_tile_.sequence, self.lane_);
     }

@@ -89,9 +89,8 @@ int64_t backward_options_bytes(const BackwardParams& p) {
 template <class Element, int kHeadDim>
 void run_backward_options(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Config = BackwardUnpipelinedConfig<Element, kHeadDim>;
-  launch_backward<Config, false, true>(p, memory, kBackwardOptionsNames, stream, [&](const BackwardArguments& a) {
-    launch_backward_options<Config>(p, a, stream);
-  });
+  launch_backward<Config, false>(p, memory, kBackwardOptionsNames, stream,
+                                 [&](const BackwardArguments& a) { launch_backward_options<Config>(p, a, stream); });
 }
 
 }  // namespace flash_ext::sm90

@@ -15,7 +15,8 @@ void run_backward_persistent_options(const BackwardParams& p, void* memory, cuda
   with_options_of<kPersistentOptions>(serving_options(asked_of(p)), [&](auto options) {
     using Config = BackwardPersistentOptionsConfig<Element, kHeadDim, options()>;
     // backward_persistent_bytes() has computed the scratch memory for Plain.
-    static_assert(sizeof(BackwardWorkTile<Config>) == sizeof(BackwardWorkTile<Plain>));
+    static_assert(sizeof(BackwardWorkTile<Config>) == sizeof(BackwardWorkTile<Plain>) &&
+                  Config::kZeroesDq == Plain::kZeroesDq);
     run_backward_persistent_as<Config, BackwardPersistentDq<Config>>(
         p, memory, ScoreFactors::of_backward(p, kLog2E).scale, stream);
   });

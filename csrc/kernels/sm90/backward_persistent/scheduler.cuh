@@ -107,7 +107,7 @@ struct BackwardTileTable : BackwardListedTable<Config::kListsBlocks> {
   BackwardWorkTile<Config>* tiles;  // (count): key tiles or splits of them; with no heads: nothing to do
   uint32_t* taken;                  // (1): positions that CTAs took; without turns, besides the first of each
   uint32_t count;
-  DqShare* shares;  // (count): what is zeroed with each; null: the main kernel zeroes nothing
+  DqShare* shares;  // (count): what is zeroed with each; null where the Config never zeroes
 };
 
 /// Places a table of `positions` entries behind `bytes` bytes of memory, and adds its size to `bytes`.
@@ -141,7 +141,7 @@ struct BackwardPersistentMemory {
     table = take_table<Config>(memory, bytes, schedule.positions());
     if (!Config::kZeroesDq || schedule.listing.listed) return;
     const int64_t num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
-    // No warps count themselves: in this kernel that slows down long sequences by 4 %.
+    // No warps count themselves: in this kernel that slows down long sequences by 4 to 8 %.
     workspace.leave_dq_to_main_kernel(p, schedule.order, 0, num_sms, num_sms);
   }
 };

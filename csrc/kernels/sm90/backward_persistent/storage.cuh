@@ -14,7 +14,7 @@ namespace flash_ext::sm90 {
 
 constexpr int kNoMoreTiles = -1;
 
-/// What zeroing dQ needs of the key tiles in shared memory. It stands behind all that consumers read: between fields of
+/// What zeroing dQ needs of the key tiles in shared memory. It stands behind the work tiles: between fields of
 /// BackwardWorkTile it would change the order of their instructions, which made long sequences 2 to 4 % slower.
 template <bool kZeroesDq, int kSlots>
 struct WorkTileShares {};

@@ -98,7 +98,7 @@ template <class Element, int kHeadDim>
 void run_backward_wide(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Config = BackwardWideConfig<Element, kHeadDim>;
   using InTurns = BackwardWideConfig<Element, kHeadDim, TurnTaking::kAlways>;
-  launch_backward<Config, false, true>(p, memory, kBackwardWideNames, stream, [&](const BackwardArguments& arguments) {
+  launch_backward<Config, false>(p, memory, kBackwardWideNames, stream, [&](const BackwardArguments& arguments) {
     if (has_options(p)) return launch_backward_wide_options<Element, kHeadDim>(p, arguments, stream);
     arguments.workspace.turns ? launch_backward_wide<InTurns>(p, arguments, arguments.scale, stream)
                               : launch_backward_wide<Config>(p, arguments, arguments.scale, stream);

@@ -99,7 +99,11 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
     BackwardWideSteps<Config> steps(Base::p_, Base::workspace_, work_tile_, lane_);
     Step now = steps.next();
     if (warp_ == 0) load_found(steps.describe(now));
-    if (is_past(now)) return;
+    if (is_past(now)) {
+      // Sums that are reported complete have been zeroed, also if no cluster of the head has a step.
+      if constexpr (Config::kZeroesDq) DqZeroing::wait(Base::workspace_, work_tile_.sequence);
+      return;
+    }
     Step next = steps.next();
     if (warp_ == 0) {
       at_.advance();

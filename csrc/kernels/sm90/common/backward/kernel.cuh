@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   auto& storage = *reinterpret_cast<typename Roles::Storage*>(shared + Config::kTilesBytes);
   const BackwardSchedule& schedule = arguments.schedule;
   const BackwardTaskOf<Config> task(p, schedule, schedule.locate(position_of_cta<Config>(workspace, storage)));
-  // The next kernel relies on the wait. Where CTAs zero sums of dQ for others, every position has a tile.
+  // The next kernel relies on the wait. Where CTAs zero sums of dQ for others, or count, every position has a tile.
   if (!task.exists()) return ptx::wait_for_previous_grid();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {

@@ -27,8 +27,8 @@ struct BackwardMemory {
 };
 
 /// Launches all kernels of a call; launch_main(arguments) launches the main one. kPermuted: row terms are permuted
-/// (row_terms.cuh). kOverlaps: the kernels after the main one may start before it has ended.
-template <class Config, bool kPermuted, bool kOverlaps, class LaunchMain>
+/// (row_terms.cuh). The kernels after the main one may start before it has ended.
+template <class Config, bool kPermuted, class LaunchMain>
 void launch_backward(const BackwardParams& p, void* memory, const BackwardKernelNames& names, cudaStream_t stream,
                      LaunchMain launch_main) {
   using Element = typename Config::Element;
@@ -36,9 +36,9 @@ void launch_backward(const BackwardParams& p, void* memory, const BackwardKernel
   fill_work_list(p, all.schedule.listing, all.schedule.list, stream);
   using Rows =
       BackwardRowKernels<Element, BackwardDqLayout<Config::kDqHeadDim>, Config::kBlockM, Config::kDqHeadDim, kPermuted>;
-  launch_backward_sequence<Rows>(p, all.workspace, names, kOverlaps, stream, [&] {
+  launch_backward_sequence<Rows>(p, all.workspace, names, true, stream, [&] {
     launch_main(BackwardArguments{backward_maps<Config>(p), all.workspace, all.schedule, score_scale(p, kLog2E)});
-    combine_splits<Element, Config::kBlockM, Config::kBlockN, Config::kHeadDim>(p, all.schedule, kOverlaps, stream);
+    combine_splits<Element, Config::kBlockM, Config::kBlockN, Config::kHeadDim>(p, all.schedule, true, stream);
   });
 }
 
