@@ -114,11 +114,7 @@ __device__ __forceinline__ void store_dq(const BackwardParams& p, const Backward
 template <class Element, class Layout, int kBlockM, int kHeadDim>
 __global__ void __launch_bounds__(kStoreDqThreads, kStoreDqCtas)
     store_dq_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace workspace) {
-#if __CUDA_ARCH__ >= 900
-  const bool waits_for_heads = workspace.completion.is_used();
-#else
-  constexpr bool waits_for_heads = false;  // no kernel counts
-#endif
+  const bool waits_for_heads = DqCompletion::is_awaited(workspace);
   if (!waits_for_heads) ptx::wait_for_previous_grid();
   const volatile RowTileOfCta& cta = RowTileOfCta::find(p, workspace.row_tiles);
 #pragma unroll 1

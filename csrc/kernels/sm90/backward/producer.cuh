@@ -49,11 +49,11 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
       self.load_and_add();
     } else if constexpr (Config::kSkipsTurns) {
       if (self.storage_.skips_turns) self.skip_turns();
+    } else if constexpr (Config::kZeroesDq) {
+      // Sums that are reported complete have been zeroed, also if no CTA of the head has a step.
+      DqZeroing::wait(self.workspace_, self.work_tile_.sequence);
     }
     if constexpr (Config::kZeroesDq) {
-      // Sums that are reported complete have been zeroed, also if no CTA of the head has a step.
-      if (!(self.work_tile_.tiles.begin < self.work_tile_.tiles.end))
-        DqZeroing::wait(self.workspace_, self.work_tile_.sequence);
       if (self.workspace_.completion.is_used())
         return DqCompletion::finish_warp(self.p_, self.workspace_, self.work_tile_.sequence, self.lane_);
     }

@@ -134,6 +134,7 @@ class BackwardPersistentDq {
     if (position_ < table_.count && lane_ < kWords)
       word_ = *word_of_lane(table_.tiles + position_, table_.shares + position_);
   }
+  /// The word that this lane copies, of a work tile and its share.
   __device__ __forceinline__ uint2* word_of_lane(WorkTile* work_tile, DqShare* share) const {
     if (lane_ < kTileWords) return reinterpret_cast<uint2*>(work_tile) + lane_;
     return reinterpret_cast<uint2*>(share) + (lane_ - kTileWords);

@@ -14,8 +14,8 @@ namespace flash_ext::sm90 {
 
 constexpr int kNoMoreTiles = -1;
 
-/// What zeroing dQ needs of the key tiles in shared memory. It stands behind the work tiles: between fields of
-/// BackwardWorkTile it would change the order of their instructions, which made long sequences 2 to 4 % slower.
+/// What zeroing dQ needs for the key tiles in shared memory. It stands behind the work tiles: among fields of
+/// BackwardWorkTile it made ptxas reorder the consumers' instructions, and long sequences 2 to 4 % slower.
 template <bool kZeroesDq, int kSlots>
 struct WorkTileShares {};
 template <int kSlots>
