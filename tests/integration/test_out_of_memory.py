@@ -114,15 +114,30 @@ def test_what_fits_by_now_is_allocated(device: str) -> None:
 ROWS_OF_A_STEP = 2**17
 
 
-def fill_reserved_memory(total: int) -> list[Tensor]:
-    """What torch's allocator keeps although it is free, because something else of the same segment is in use."""
-    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
-    filled = []
-    for megabytes in (256, 64, 16, 4, 2):
+SLACK = 8 << 20  # what Python and an exception need, on a CPU
+
+
+def limit_memory(num_bytes: int | None, device: str) -> None:
+    """So much memory may be reserved beside what is. None: as much as there is."""
+    if device == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        all_bytes = total if num_bytes is None else torch.cuda.memory_reserved() + num_bytes
+        torch.cuda.set_per_process_memory_fraction(all_bytes / total)
+        return
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (hard if num_bytes is None else used + num_bytes, hard))
+
+
+def fill_reserved_memory(device: str) -> list[Tensor]:
+    """What torch's allocator or malloc keeps although it is free, because something else beside it is in use."""
+    limit_memory(0 if device == "cuda" else SLACK, device)
+    filled: list[Tensor] = []
+    for megabytes in (256, 64, 16, 4, 2) if device == "cuda" else (256, 64, 16):
         try:
             while True:
-                filled.append(torch.empty(megabytes << 20, dtype=torch.uint8, device="cuda"))
-        except torch.OutOfMemoryError:
+                filled.append(torch.empty(megabytes << 20, dtype=torch.uint8, device=device))
+        except RuntimeError:
             continue
     return filled
 
@@ -133,22 +148,30 @@ def room_for(num_bytes: int, device: str) -> Iterator[None]:
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(0).total_memory
-        filled = fill_reserved_memory(total)
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + num_bytes) / total)
-        try:
-            yield
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-            filled.clear()
-        return
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, hard))
+    filled: list[Tensor] = []
     try:
+        filled.extend(fill_reserved_memory(device))
+        limit_memory(num_bytes, device)
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        limit_memory(None, device)
+        filled.clear()
+
+
+def test_room_counts_what_is_kept(device: str) -> None:
+    """Otherwise a test would find room in what tests before it have freed."""
+
+    def block(megabytes: int) -> Tensor:
+        return torch.empty(megabytes << 20, dtype=torch.uint8, device=device)
+
+    block(31)  # once it is freed, malloc takes such blocks from its heap
+    blocks = [block(16) for _ in range(20)]
+    del blocks[:-1]  # malloc would give back the end of its heap
+    with room_for(32 << 20, device):
+        block(16)
+        with pytest.raises(RuntimeError) as raised:
+            block(128)
+        assert is_torchs_error(raised.value, device), repr(raised.value)
 
 
 def attention_of(q: Tensor, k: Tensor) -> Tensor:
