@@ -52,7 +52,7 @@ class Benchmark(NamedTuple):
     add_arguments: Callable[[argparse.ArgumentParser], None]
     work: Callable[[argparse.Namespace, Setting], list[Work]]
     ceiling_dtypes: Callable[[argparse.Namespace], Iterable[torch.dtype]] | None = None
-    also_peers: Sequence[str] = ()  # that it asks besides the usual ones
+    also_peers: Sequence[str] = ()  # that it asks besides the usual ones, or alone if it does not ask those
     own_peers: Mapping[str, str] = {}  # titles of those that it brings itself, whatever --peers says
     packages: Sequence[str] = ()  # that it uses, beside those of the peers
     asks_peers: bool = True
@@ -99,7 +99,7 @@ BENCHMARKS = {
     ),
     "models": Benchmark(
         "a training step of whole models that call SDPA", "ms", "ms", "model", models.add_arguments, models.work,
-        own_peers=models.PEERS, packages=models.PACKAGES, asks_peers=False,
+        also_peers=models.ALSO_PEERS, own_peers=models.PEERS, packages=models.PACKAGES, asks_peers=False,
     ),
     "memory": Benchmark(
         "peak memory over the sequence length", "MiB", "MiB", "seqlen", memory.add_arguments, memory.work,

@@ -1,18 +1,21 @@
 """``models``: milliseconds of a training step of whole models that call SDPA: torch's kernels beside flash-ext's.
 
-No line of the models changes: they run under ``flash_ext.activated()``, with torch's own choice of a backend, or with
-one backend alone. A step is the forward, the loss and the backward towards all parameters; weights are random, dropout
-is off, so that all results can be compared. BERT, GPT-2 and T5 are those of transformers.
+No line of the models changes: they run under ``flash_ext.activated()``, with torch's own choice of a backend, with one
+backend alone, or with FlashAttention-3 in the place of SDPA. A step is the forward, the loss and the backward towards
+all parameters; weights are random, dropout is off, so that all results can be compared. All but DiT are those of
+transformers.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +27,7 @@ from benchmarks.arguments import DTYPES, dtypes_of, on_cpu
 from benchmarks.ceilings import name_of
 from benchmarks.checks import Result, WrongOutput, check_finite, check_share
 from benchmarks.comparison import Comparison, Setting, Work
-from benchmarks.peers import OURS
+from benchmarks.peers import OURS, STORED_SCORES_LIMIT, Peer
 from benchmarks.report import Row
 from benchmarks.timing import Candidate
 
@@ -36,6 +39,7 @@ BACKENDS = {
     "torch cuDNN": SDPBackend.CUDNN_ATTENTION,
 }
 PACKAGES = ("transformers",)
+ALSO_PEERS = ("fa3",)
 PEERS = {TORCH: "torch's own choice of a backend"} | {name: f"{name.removeprefix('torch ')} alone" for name in BACKENDS}
 
 Step = Callable[[], Tensor]  # returns the loss, and leaves gradients in the parameters
@@ -55,6 +59,11 @@ class Problem:
     dtype: str
 
     @property
+    def stores_too_much(self) -> bool:
+        """Of scores, in float32, where they are stored."""
+        return 4 * self.batch * self.heads * self.seqlen**2 > STORED_SCORES_LIMIT
+
+    @property
     def label(self) -> str:
         return f"{self.model}, {self.batch} x {self.seqlen}{', padded' if self.padded else ''}"
 
@@ -64,20 +73,24 @@ SIZES = (
     ("BERT-large", 16, 512, 1024, 16, 24, True),
     ("GPT-2", 8, 1024, 768, 12, 12, False),
     ("GPT-2 1.3B", 2, 2048, 2048, 16, 24, False),
+    ("GPT-2 1.3B", 1, 8192, 2048, 16, 24, False),
     ("T5-base", 8, 512, 768, 12, 12, True),
     ("DiT-L", 32, 256, 1024, 16, 24, False),
+    ("ViT-L", 64, 197, 1024, 16, 24, False),
 )
 CPU_SIZES = (
     ("BERT", 2, 128, 128, 4, 2, True),
     ("GPT-2", 2, 128, 128, 4, 2, False),
     ("T5", 2, 128, 128, 4, 2, True),
     ("DiT", 2, 64, 128, 4, 2, False),
+    ("ViT", 2, 65, 128, 4, 2, False),
 )
+PATCH = 16  # pixels of a ViT's patch, in each direction
 VOCABULARY = 1024  # small: what is measured is not the last projection
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = [name for name, *_ in (*SIZES, *CPU_SIZES)]
+    names = list(dict.fromkeys(name for name, *_ in (*SIZES, *CPU_SIZES)))
     parser.add_argument("--models", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
 
 
@@ -96,12 +109,12 @@ def measure(problem: Problem, seed: int, setting: Setting) -> list[Row]:
     torch.manual_seed(seed)
     model = make_model(problem).to(setting.device).train()
     inputs = make_inputs(problem, setting.device)
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION if problem.stores_too_much else SDPBackend.MATH):
         expected = ExpectedStep(result_of(model, step_of(model, inputs)))
     model = model.to(DTYPES[problem.dtype])
     step = step_of(model, inputs)
     comparison = Comparison()
-    for name, around in contexts(setting.device).items():
+    for name, around in contexts(setting).items():
         candidate = Candidate(step, around)
         result = partial(result_of, model, candidate)
         comparison.add(name, candidate, expected, result, required=name == OURS)
@@ -109,11 +122,37 @@ def measure(problem: Problem, seed: int, setting: Setting) -> list[Row]:
     return [Row.timed(comparison.measure(setting), **row)]
 
 
-def contexts(device: torch.device) -> Mapping[str, Callable[[], AbstractContextManager[Any]]]:
+def contexts(setting: Setting) -> Mapping[str, Callable[[], AbstractContextManager[Any]]]:
     found: dict[str, Callable[[], AbstractContextManager[Any]]] = {OURS: flash_ext.activated, TORCH: nullcontext}
-    if device.type == "cuda":
+    if setting.device.type == "cuda":
         found |= {name: partial(sdpa_kernel, backend) for name, backend in BACKENDS.items()}
-    return found
+    return found | {name: partial(in_place_of_sdpa, peer) for name, peer in setting.peers.items()}
+
+
+@contextmanager
+def in_place_of_sdpa(peer: Peer) -> Iterator[None]:
+    """Programs that call ``scaled_dot_product_attention`` call the peer; a call that it does not take raises."""
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if attn_mask is not None:
+            raise NotImplementedError(f"{peer.title} takes no mask or bias")
+        usual_scale = scale is None or math.isclose(scale, query.shape[-1] ** -0.5)
+        if dropout_p != 0.0 or not usual_scale or (is_causal and query.shape[2] != key.shape[2]):
+            raise NotImplementedError(f"{peer.title} is not asked for dropout, other scales or other causal masks")
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return peer.attention(q, k, v, is_causal).transpose(1, 2)
+
+    with peer.around(), mock.patch.object(functional, "scaled_dot_product_attention", attend):
+        yield
 
 
 def make_model(problem: Problem) -> nn.Module:
@@ -136,6 +175,13 @@ def make_model(problem: Problem) -> nn.Module:
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa",
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(config)
+    if problem.model.startswith("ViT"):
+        config = transformers.ViTConfig(
+            hidden_size=p.width, num_hidden_layers=p.layers, num_attention_heads=p.heads, intermediate_size=4 * p.width,
+            image_size=image_size(p), patch_size=PATCH, num_labels=VOCABULARY, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0, attn_implementation="sdpa",
+        )  # fmt: skip
+        return transformers.ViTForImageClassification(config)
     config = transformers.T5Config(
         vocab_size=VOCABULARY, d_model=p.width, d_kv=p.width // p.heads, d_ff=4 * p.width, num_layers=p.layers,
         num_heads=p.heads, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, attn_implementation="sdpa",
@@ -143,10 +189,18 @@ def make_model(problem: Problem) -> nn.Module:
     return transformers.T5ForConditionalGeneration(config)
 
 
+def image_size(problem: Problem) -> int:
+    """Pixels in each direction: a patch for each token but the first."""
+    return PATCH * math.isqrt(problem.seqlen - 1)
+
+
 def make_inputs(problem: Problem, device: torch.device) -> dict[str, Tensor]:
     shape = problem.batch, problem.seqlen
     if problem.model.startswith("DiT"):
         return {"x": torch.randn(*shape, problem.width, device=device)}
+    if problem.model.startswith("ViT"):
+        pixels = torch.randn(problem.batch, 3, image_size(problem), image_size(problem), device=device)
+        return {"pixel_values": pixels, "labels": torch.randint(VOCABULARY, (problem.batch,), device=device)}
     tokens = torch.randint(3, VOCABULARY, shape, device=device)
     if not problem.padded:
         return {"input_ids": tokens, "labels": tokens}

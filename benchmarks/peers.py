@@ -256,11 +256,16 @@ def find_peers(names: Sequence[str] | None, device: torch.device, also: Sequence
     Raises:
         ValueError: a peer that was named is not to be had.
     """
-    found: dict[str, Peer] = {}
-    for name in (*DEFAULT_PEERS[device.type], *also) if names is None else names:
-        peer = None if name in NEEDS_CUDA and device.type != "cuda" else PEERS[name]()
-        if peer is not None:
-            found[name] = peer
-        elif names is not None:
+    if names is None:
+        return available_peers((*DEFAULT_PEERS[device.type], *also), device)
+    found = available_peers(names, device)
+    for name in names:
+        if name not in found:
             raise ValueError(f"peer {name} is not installed, or not for {device.type}")
     return found
+
+
+def available_peers(names: Sequence[str], device: torch.device) -> dict[str, Peer]:
+    """Those of them that can be imported and run on the device."""
+    wanted = [name for name in names if device.type == "cuda" or name not in NEEDS_CUDA]
+    return {name: peer for name in wanted if (peer := PEERS[name]()) is not None}

@@ -22,6 +22,7 @@ COMMANDS = {
     "masks": ["--seqlen", "300", "--calls", "1"],
     "module": ["--sizes", "2x24x32/4"],
     "encoder": ["--shapes", "2x8x16/2", "2x8x16/2p", "--layers", "1"],
+    "models": ["--models", "DiT"],
     "memory": ["--seqlen", "64", "--heads", "1", "--head-dim", "16"],
     "host": ["--calls", "2"],
 }

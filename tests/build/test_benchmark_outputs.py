@@ -305,7 +305,7 @@ def test_peer_that_cannot_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "no kernel for this" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("benchmark", sorted(set(COMMANDS) - {"encoder", "masks"}))  # neither asks
+@pytest.mark.parametrize("benchmark", sorted(set(COMMANDS) - {"encoder", "masks", "models"}))  # none asks
 def test_peers_alone_where_ours_is_not_supported(
     benchmark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,15 +8,17 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import decode, peers, report
+from benchmarks import decode, models, peers, report
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.extensions import import_lazily, undefined_symbols
 from benchmarks.pages import records
@@ -166,6 +168,39 @@ def test_packages_without_metadata(fa3: RecordedFA3, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
     found = peers.find_peers(None, device, also=decode.ALSO_PEERS)
     assert "fa3" in found and FA3_METADATA not in found
+
+
+def test_fa3_in_the_place_of_sdpa(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whole models call it where it takes their calls; with a mask or bias it is left out."""
+    pytest.importorskip("transformers")
+    monkeypatch.setitem(peers.PEERS, "fa3", lambda: replace(peers.ours(), title="FlashAttention-3"))
+    monkeypatch.setattr(peers, "NEEDS_CUDA", frozenset())
+    torchs_own = F.scaled_dot_product_attention
+    names = [name for name, *_ in models.CPU_SIZES]
+    assert run("models", "--models", *names, "--json", str(tmp_path / "run.json")) == 0
+    assert F.scaled_dot_product_attention is torchs_own
+    kept = report.read(tmp_path / "run.json")
+    assert kept.provenance["peers"].items() >= {"fa3": "FlashAttention-3", "torch": models.PEERS["torch"]}.items()
+    rows = {row.problem["model"]: row for row in kept.rows}
+    assert {model for model, row in rows.items() if "fa3" in row.measured} == {"GPT-2", "DiT", "ViT"}
+    for model in ("BERT", "T5"):
+        assert rows[model].missing["fa3"] == "FlashAttention-3 takes no mask or bias"
+
+
+@pytest.mark.parametrize(
+    "options", [{"dropout_p": 0.1}, {"scale": 1.0}, {"is_causal": True}], ids=lambda options: next(iter(options))
+)
+def test_what_it_would_compute_otherwise_raises(options: dict[str, Any]) -> None:
+    """Its causal mask is aligned with the last key, SDPA's with the first."""
+    q, k = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 5, 16)
+    with models.in_place_of_sdpa(peers.ours()):
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, k), oracle_of(q, k))
+        with pytest.raises(NotImplementedError, match="flash_ext is not asked for"):
+            F.scaled_dot_product_attention(q, k, k, **options)
+
+
+def oracle_of(q: Tensor, k: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ k
 
 
 def test_pages_can_have_a_column_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from tests.build.benchmark_runs import COMMANDS, chosen, record, row, run
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 
-PEER_OF = {"module": "torch", "encoder": "torch"}
+PEER_OF = {"module": "torch", "encoder": "torch", "models": "torch"}
 
 
 @pytest.mark.parametrize("benchmark", COMMANDS)
@@ -50,7 +50,7 @@ def test_each_runs_and_keeps_what_it_prints(benchmark: str, tmp_path: Path, caps
         assert set(kept_row.spread) == (set() if benchmark == "memory" else set(kept_row.measured))
         assert set(kept_row.ratio_spread) == (set() if benchmark == "memory" else set(kept_row.ratios()))
         assert all(spread["lower"] <= spread["upper"] for spread in kept_row.spread.values())
-    if benchmark not in ("memory", "host", "masks", "module", "encoder"):
+    if benchmark not in ("memory", "host", "masks", "module", "encoder", "models"):
         assert kept.ceilings["read_tbps"] > 0 and kept.ceilings["matmul_float32_tflops"] > 0
 
 
