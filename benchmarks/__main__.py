@@ -5,6 +5,7 @@ python -m benchmarks backward --head-dim 128 --causal --json run.json --plot run
 python -m benchmarks training                      both, on the same tensors
 python -m benchmarks shapes | decode | options | sparse | masks | module | encoder | models | memory | host
 python -m benchmarks compare before.json after.json
+python -m benchmarks.builds before/ after/ backward      two builds in turns
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from benchmarks.ceilings import higher, measure_ceilings
 from benchmarks.comparison import Setting, Work
 from benchmarks.gpu_state import GpuState
 from benchmarks.provenance import load_average, provenance
-from benchmarks.timing import Progress, make_clock
+from benchmarks.timing import Clock, Progress, make_clock
 
 
 class Benchmark(NamedTuple):
@@ -126,12 +127,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(chosen: argparse.Namespace, command: Sequence[str]) -> report.Record:
-    """Measures what was asked for, and the ceilings before and after."""
+def run(
+    chosen: argparse.Namespace, command: Sequence[str], around: Callable[[Clock], Clock] = lambda clock: clock
+) -> report.Record:
+    """Measures what was asked for, and the ceilings before and after. ``around`` makes the clock that is used."""
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")  # autograd's thread, once, harmless
     torch.manual_seed(chosen.seed)
     benchmark = BENCHMARKS[chosen.benchmark]
-    clock = make_clock(chosen.device)
+    clock = around(make_clock(chosen.device))
     dtypes = None if benchmark.ceiling_dtypes is None else list(benchmark.ceiling_dtypes(chosen))
     effort, sustained_s = effort_of(chosen), chosen.sustained if benchmark.loops else None
     rows: list[report.Row] = []

@@ -160,11 +160,10 @@ class Replay:
 
 
 class CudaClock:
-    def __init__(self, flushes: int = 1) -> None:
-        """``flushes``: how often the buffer is written. More of them leave a slow host more time to launch a call."""
+    def __init__(self) -> None:
         l2_bytes = torch.cuda.get_device_properties().L2_cache_size
         self._flush = torch.empty(max(2 * l2_bytes, FLUSH_BYTES), dtype=torch.int8, device="cuda")
-        self._flushes = flushes
+        self._flushes = 1  # writes of the buffer: more of them leave a slow host more time to launch a call
 
     def time(self, candidate: Candidate) -> Reading:
         for _ in range(self._flushes):
@@ -202,8 +201,8 @@ class CudaClock:
         return clock
 
 
-def make_clock(device: torch.device, flushes: int = 1) -> Clock:
-    return CudaClock(flushes) if device.type == "cuda" else CpuClock()
+def make_clock(device: torch.device) -> Clock:
+    return CudaClock() if device.type == "cuda" else CpuClock()
 
 
 def take_steady_turns(clock: Clock, candidates: Mapping[str, Candidate], effort: Effort) -> dict[str, Sample]:
