@@ -14,7 +14,14 @@ from benchmarks.pages.several_gpus import figures_of_several_gpus
 from benchmarks.pages.shapes import SHAPES, SHAPES_SECTION
 from benchmarks.pages.sparse import SPARSE, SPARSE_SECTION
 from benchmarks.pages.sustained import SUSTAINED_SECTION, is_sustained
-from benchmarks.pages.training import contested_count, float32_cells, grouped_cells, means, training_cells
+from benchmarks.pages.training import (
+    FEW_AND_SHORT_SECTION,
+    contested_count,
+    float32_cells,
+    grouped_cells,
+    means,
+    training_cells,
+)
 
 BOUNDS = r"([\d.]+) to ([\d.]+) times as fast as"
 RATIOS = r"([\d.]+) / ([\d.]+)"
@@ -27,6 +34,7 @@ FIGURES: tuple[Table | Sentence, ...] = (
     *([SHAPES_SECTION] if recorded(SHAPES) else []),
     *([SPARSE_SECTION] if recorded(SPARSE) else []),
     Table(PERFORMANCE, "\n## Grouped heads\n", grouped_cells),
+    FEW_AND_SHORT_SECTION,
     Table(PERFORMANCE, "\n## float32\n", float32_cells),
     Table(PERFORMANCE, "h200_decode.json", decode_cells),
     Table(PERFORMANCE, "\nAs a serving engine decodes", serving_cells),

@@ -6,6 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks import report
+from benchmarks.forward_backward import FEW_KEY_HEADS, SHORT_HEAD_DIM, SHORT_SEQLENS
+from benchmarks.pages.figures import Section, line_of
+from benchmarks.pages.places import PERFORMANCE
 from benchmarks.pages.records import (
     FOUR,
     NAMES,
@@ -147,8 +151,14 @@ def mean_cells(header: list[str], line: list[str]) -> list[str]:
 
 
 def readme_training_cells(header: list[str], line: list[str]) -> list[str]:
-    head_dim, size = line[0].split(", ")
+    """ms of forward + backward; query over key heads are named where they are not as many as in the training table."""
+    head_dim, size, *heads = line[0].split(", ")
     rows = [training_row(direction, int(head_dim), size, "causal") for direction in ("forward", "backward")]
+    if heads:
+        batch, seqlen = map(int, size.split(f" {TIMES} "))
+        heads_q, heads_kv = map(int, heads[0].split("/"))
+        shape = {"batch": batch, "seqlen": seqlen, "heads_q": heads_q, "heads_kv": heads_kv, "causal": True}
+        rows = [find(rows_of(f"h200_{direction}.json"), **shape) for direction in ("forward", "backward")]
     return [line[0], *(" + ".join(f"{row['measured'][NAMES[title]]:.2f}" for row in rows) for title in header[1:])]
 
 
@@ -171,3 +181,34 @@ def grouped_cells(header: list[str], line: list[str]) -> list[str]:
         shown = find(rows, **shape, causal=mask == "causal")["shown"]
         found.append(" / ".join(f"{shown[name]:.0f}" for name in FOUR))
     return found
+
+
+def few_and_short_lines() -> list[str]:
+    """Of a row of the backward alone a line: TFLOP/s of the four, and the fastest peer's time over ours."""
+    few = {shape for shape, _ in FEW_KEY_HEADS}
+    shape_of = ("batch", "seqlen", "heads_q", "heads_kv", "head_dim")
+    lines = [
+        "The backward where tiles of keys are few, TFLOP/s of the same four, and the time of the fastest peer,",
+        "efficient included, over flash-ext's, in `benchmarks/results/h200_backward.json`:",
+        "",
+        line_of([f"batch {TIMES} seqlen", "heads, head_dim, mask", "TFLOP/s", "/ best peer"]),
+        line_of(["---"] * 4),
+    ]
+    for row in record_of("h200_backward.json").rows:
+        of = row.problem
+        short = of["seqlen"] in SHORT_SEQLENS and of["head_dim"] == SHORT_HEAD_DIM
+        if not short and tuple(of[name] for name in shape_of) not in few:
+            continue
+        heads = f"{of['heads_q']}" if of["heads_q"] == of["heads_kv"] else f"{of['heads_q']} over {of['heads_kv']}"
+        shown = " / ".join(f"{row.shown[name]:.0f}" for name in FOUR)
+        kind = f"{heads}, {of['head_dim']}, {'causal' if of['causal'] else 'full'}"
+        best = report.best_ratio(row)
+        lines.append(
+            line_of([f"{of['batch']} {TIMES} {of['seqlen']}", kind, shown, "" if best is None else f"{best:.2f}"])
+        )
+    return lines
+
+
+FEW_AND_SHORT_SECTION = Section(
+    PERFORMANCE, "\n## Few key heads and short sequences\n", before="\n## float32\n", lines=few_and_short_lines
+)
