@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -65,11 +65,13 @@ class Problem:
     head_dim: int
     causal: bool
     dtype: str
+    zeros: bool = False  # all inputs are
 
     @property
     def heading(self) -> str:
         grouped = "" if self.heads_q == self.heads_kv else f", {self.heads_q} query heads over {self.heads_kv}"
-        return f"{self.dtype}, head_dim {self.head_dim}{grouped}, {'causal' if self.causal else 'full'}"
+        zeros = ", zeros" if self.zeros else ""
+        return f"{self.dtype}, head_dim {self.head_dim}{grouped}, {'causal' if self.causal else 'full'}{zeros}"
 
     @property
     def label(self) -> str:
@@ -89,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     masks.add_argument("--causal", dest="masks", action="store_const", const=[True], default=[False, True])
     masks.add_argument("--full", dest="masks", action="store_const", const=[False])
     parser.add_argument("--shapes", type=shape, nargs="+", metavar="BxSxHxD", help="these and not the table; H = Q/KV")
+    parser.add_argument("--zeros", action="store_true", help="inputs of zeros, whose products take little power")
 
 
 def dtypes(chosen: argparse.Namespace) -> Sequence[torch.dtype]:
@@ -97,7 +100,8 @@ def dtypes(chosen: argparse.Namespace) -> Sequence[torch.dtype]:
 
 
 def work(directions: Sequence[str], chosen: argparse.Namespace, setting: Setting) -> list[Work]:
-    return [partial(measure, problem, directions, setting) for problem in problems(chosen)]
+    asked = [replace(problem, zeros=chosen.zeros) for problem in problems(chosen)]
+    return [partial(measure, problem, directions, setting) for problem in asked]
 
 
 def problems(chosen: argparse.Namespace) -> list[Problem]:
@@ -177,11 +181,12 @@ def measure(problem: Problem, directions: Sequence[str], setting: Setting) -> li
 
 
 def make_call(problem: Problem, device: torch.device, with_gradients: bool) -> Call:
-    """Random normal numbers."""
+    """Random normal numbers, or zeros."""
     kv_shape = (problem.batch, problem.seqlen, problem.heads_kv, problem.head_dim)
     q_shape = (problem.batch, problem.seqlen, problem.heads_q, problem.head_dim)
     dtype, shapes = DTYPES[problem.dtype], (q_shape, kv_shape, kv_shape, q_shape)
-    q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+    make = torch.zeros if problem.zeros else torch.randn
+    q, k, v, grad = (make(shape, device=device, dtype=dtype) for shape in shapes)
     for leaf in (q, k, v):
         leaf.requires_grad_(with_gradients)
     return Call(q, k, v, {"causal": problem.causal}, grad_out=grad if with_gradients else None)

@@ -37,6 +37,7 @@ CPU_HEAD_DIMS, CPU_SEQLEN, CPU_TOKENS, CPU_HIDDEN = (64,), 512, 1024, 256
 DROPOUT = 0.1
 SHARE_VISIBLE = 0.9  # of the random masks
 ALSO_PEERS = ("flex",)
+GROUP = 4  # query heads of a key head, where they are grouped
 UNEVEN = (1, 2, 5, 8)  # lengths of packed sequences, in sixteenths of the tokens
 MANY, CPU_MANY = 4096, 64  # sequences of a pack
 CHECKED_OF_MANY = 16
@@ -64,6 +65,7 @@ class Variant:
     pairs: float = 1.0  # of those of the plain call
     bytes_read: int = 0  # of bias or mask, by all batch entries and heads together
     gradients_of: tuple[str, ...] = ("q", "k", "v")
+    base: Call | None = None  # whose time the cost is measured from; None: the plain call
     heads_kv: Sequence[int] | None = None  # that are checked
     batch_entries: int | None = None
 
@@ -114,7 +116,7 @@ def variants(size: Size) -> list[Variant]:
         *sparse(plain, size),
         *packed(plain, size),
         *packed_many(plain, size),
-        with_options(plain, "deterministic", deterministic=True),
+        *deterministic(plain, size),
         with_options(plain, "max_logit", return_max_logit=True),
     ]
 
@@ -135,8 +137,18 @@ def biases_and_masks(plain: Variant, size: Size) -> list[Variant]:
         for name, tensor in tensors.items():
             looked_at = (pairs if tensor.shape[2] > 1 else b * h * n) * tensor.element_size()
             found.append(replace(with_options(plain, name, **{option: tensor}), bytes_read=looked_at))
+    found.append(padding_at_the_end(plain, size))
     trained = replace(found[0], name="bias (1, h, q, k), its gradient", gradients_of=("q", "k", "v", "bias"))
     return [*found, trained]
+
+
+def padding_at_the_end(plain: Variant, size: Size) -> Variant:
+    """Keys behind a length of each batch entry, from half of seqlen on, are hidden."""
+    lengths = torch.linspace(size.seqlen // 2, size.seqlen, size.batch, device=size.device).long()
+    mask = (torch.arange(size.seqlen, device=size.device) < lengths[:, None])[:, None, None]
+    variant = with_options(plain, "padding (b, 1, 1, k), half of them to none", mask=mask)
+    looked_at = size.batch * size.heads * size.seqlen
+    return replace(variant, pairs=float(lengths.sum()) / (size.batch * size.seqlen), bytes_read=looked_at)
 
 
 def scores(plain: Variant, size: Size) -> list[Variant]:
@@ -166,6 +178,23 @@ def sparse(plain: Variant, size: Size) -> list[Variant]:
     ]
 
 
+def deterministic(plain: Variant, size: Size) -> list[Variant]:
+    """Beside the same call without it: full, causal, with grouped heads and packed."""
+    grouped = replace(plain.call, k=plain.call.k[:, :, ::GROUP], v=plain.call.v[:, :, ::GROUP])
+    bases = {
+        "": plain.call,
+        ", causal": plain.call.with_options(causal=True),
+        f", {GROUP} query heads a key head": grouped,
+        ", varlen, uneven": with_lengths(plain, "", uneven_lengths(size), size).call,
+    }
+    if size.heads % GROUP:
+        del bases[f", {GROUP} query heads a key head"]
+    return [
+        replace(plain, name=f"deterministic{name}", call=base.with_options(deterministic=True), base=base)
+        for name, base in bases.items()
+    ]
+
+
 def with_blocks(plain: Variant, name: str, mask: flash_ext.BlockMask, pairs: float) -> Variant:
     call = replace(plain.call.with_options(block_mask=mask), block_visible=mask.to_dense())
     return replace(plain, name=name, call=call, pairs=pairs)
@@ -176,7 +205,7 @@ def packed(plain: Variant, size: Size) -> list[Variant]:
     tokens, short = size.batch * size.seqlen, max(1, size.seqlen // 16)
     packs = {
         "even": [size.seqlen] * size.batch,
-        "uneven": [tokens * share // sum(UNEVEN) for share in UNEVEN],
+        "uneven": uneven_lengths(size),
         "short": [short] * (tokens // short),
         "one long": [size.seqlen, *[16] * ((tokens - size.seqlen) // 16)],
     }
@@ -185,6 +214,10 @@ def packed(plain: Variant, size: Size) -> list[Variant]:
         for name, lengths in packs.items()
         for found in with_and_without_longest(with_lengths(plain, f"varlen, {name}", lengths, size))
     ]
+
+
+def uneven_lengths(size: Size) -> list[int]:
+    return [size.batch * size.seqlen * share // sum(UNEVEN) for share in UNEVEN]
 
 
 def packed_many(plain: Variant, size: Size) -> list[Variant]:
@@ -221,18 +254,25 @@ def with_lengths(plain: Variant, name: str, lengths: Sequence[int], size: Size) 
 
 
 def measure(size: Size, direction: str, only: Sequence[str] | None, setting: Setting) -> list[Row]:
-    """A row for each variant; in each, the plain call, the variant and its peers take turns."""
+    """A row for each variant, in which take turns: the call that its cost is measured from, the variant, its peers."""
     listed = [v for v in variants(size) if direction in v.directions]
     plain, chosen = listed[0], [v for v in listed if only is None or any(text in v.name for text in only)]
     alone = Comparison()
     add(alone, PLAIN, ours(), plain, direction, expected_of(plain, direction))
-    return [measure_variant(size, direction, variant, alone.candidates, setting) for variant in chosen]
+    rows = []
+    for variant in chosen:
+        base = alone
+        if variant.base is not None:
+            base, of_base = Comparison(), replace(plain, call=variant.base)
+            add(base, PLAIN, ours(), of_base, direction, expected_of(of_base, direction))
+        rows.append(measure_variant(size, direction, variant, base.candidates, setting))
+    return rows
 
 
 def measure_variant(
     size: Size, direction: str, variant: Variant, plain: Mapping[str, Candidate], setting: Setting
 ) -> Row:
-    """``plain``: the plain call, where it is supported."""
+    """``plain``: the call that the cost is measured from, where it is supported."""
     expected = expected_of(variant, direction)
     by_peers: Checker = expected
     if variant.call.options.get("dropout_p"):  # theirs draw other numbers

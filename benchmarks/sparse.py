@@ -30,6 +30,8 @@ ALSO_PEERS = ("flex",)
 DENSITIES = (0.05, 0.1, 0.25, 0.5, 1.0)
 CPU_DENSITIES = (0.1, 0.5)
 HEADS, BLOCK = 16, 128
+OTHER_BLOCKS = ((64, 64), (128, 64), (64, 128), (256, 128))  # queries and keys of a block; at one density, one shape
+OTHER_DENSITY = 0.25
 
 
 class Shape(NamedTuple):
@@ -74,19 +76,23 @@ def measure(
     q, k, v, grad = (size.random(1, shape.seqlen, heads, shape.head_dim) for _ in range(4))
     # One head is checked.
     dense = Variant(PLAIN, Call(q, k, v, grad_out=grad), heads_kv=(0,), batch_entries=1)
+    blocks = [(density, (BLOCK, BLOCK)) for density in densities]
+    if shape in (SHAPES[0], CPU_SHAPES[0]):
+        blocks += [(OTHER_DENSITY, sizes) for sizes in OTHER_BLOCKS]
     rows = []
-    for density in densities:
-        rows.append(measure_variant(size, direction, dense, random_blocks(dense, shape, density), setting))
+    for density, sizes in blocks:
+        rows.append(measure_variant(size, direction, dense, random_blocks(dense, shape, density, sizes), setting))
     for variant in bands(dense, shape):
         rows.append(measure_variant(size, direction, dense, variant, setting))
     return rows
 
 
-def random_blocks(dense: Variant, shape: Shape, density: float) -> Variant:
-    count = -(-shape.seqlen // BLOCK)
-    blocks = torch.rand(count, count, device=dense.call.q.device) < density
-    mask = flash_ext.BlockMask.from_blocks(blocks, shape.seqlen, shape.seqlen, (BLOCK, BLOCK))
-    return with_blocks(dense, f"random blocks, {100 * density:g} %", mask)
+def random_blocks(dense: Variant, shape: Shape, density: float, sizes: tuple[int, int]) -> Variant:
+    counts = (-(-shape.seqlen // size) for size in sizes)
+    blocks = torch.rand(*counts, device=dense.call.q.device) < density
+    mask = flash_ext.BlockMask.from_blocks(blocks, shape.seqlen, shape.seqlen, sizes)
+    of_size = "" if sizes == (BLOCK, BLOCK) else f" of {sizes[0]} x {sizes[1]}"
+    return with_blocks(dense, f"random blocks{of_size}, {100 * density:g} %", mask)
 
 
 def bands(dense: Variant, shape: Shape) -> list[Variant]:

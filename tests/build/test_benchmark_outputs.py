@@ -221,6 +221,7 @@ def test_options_of_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert names_of_options_with("flash_attn", monkeypatch, tmp_path / "run.json") == {
         "plain", "softcap", "ALiBi", "dropout 0.1", "causal", "window 4", "varlen, even", "varlen, uneven",
         "varlen, short", "varlen, one long", "varlen, 64 short", "varlen, one of 512 beside 63 of 16", "deterministic",
+        "deterministic, causal", "deterministic, varlen, uneven",
     }  # fmt: skip
 
 
@@ -248,7 +249,8 @@ def test_options_of_flex_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     forward = ("--directions", "forward")  # it has no backward on a CPU
     assert names_of_options_with("flex", monkeypatch, tmp_path / "run.json", *forward) == {
         "plain", "bias (1, h, q, k)", "bias (1, 1, q, k)", "bias (b, 1, 1, k)", "mask (1, 1, q, k)",
-        "mask (b, 1, 1, k)", "softcap", "ALiBi", "causal", "window 4", "block mask, window 4", "block mask, all blocks",
+        "mask (b, 1, 1, k)", "padding (b, 1, 1, k), half of them to none", "softcap",
+        "ALiBi", "causal", "window 4", "block mask, window 4", "block mask, all blocks",
     }  # fmt: skip
 
 

@@ -16,15 +16,17 @@ from benchmarks import (
     encoder,
     forward_backward,
     masks,
+    options,
     report,
     timing,
 )
 from benchmarks.__main__ import main
 from benchmarks.checks import WrongOutput
+from benchmarks.comparison import Comparison
 from benchmarks.forward_backward import Problem
 from benchmarks.pages import records
 from benchmarks.pages.modules import encoder_bounds, encoder_cells
-from benchmarks.peers import OURS
+from benchmarks.peers import OURS, Peer
 from benchmarks.report import Row
 from tests.build.benchmark_runs import COMMANDS, chosen, record, row, run
 
@@ -52,6 +54,38 @@ def test_each_runs_and_keeps_what_it_prints(benchmark: str, tmp_path: Path, caps
         assert all(spread["lower"] <= spread["upper"] for spread in kept_row.spread.values())
     if benchmark not in ("memory", "host", "masks", "module", "encoder", "models"):
         assert kept.ceilings["read_tbps"] > 0 and kept.ceilings["matmul_float32_tflops"] > 0
+
+
+def test_costs_are_measured_from_the_call_without_the_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A deterministic call from the same one without it, be it causal, packed, or with grouped heads."""
+    asked: list[tuple[bool, bool, int, bool]] = []
+    add = options.add
+
+    def recorded(comparison: Comparison, name: str, peer: Peer, variant: options.Variant, *rest: Any) -> None:
+        if name in (options.PLAIN, OURS):
+            of = variant.call
+            causal, repeats = (bool(of.options.get(option)) for option in ("causal", "deterministic"))
+            asked.append((causal, of.varlen, of.q.shape[-2] // of.k.shape[-2], repeats))
+        add(comparison, name, peer, variant, *rest)
+
+    monkeypatch.setattr(options, "add", recorded)
+    file = tmp_path / "run.json"
+    run("options", "--only", "deterministic", "--hidden", "64", "--json", str(file))
+    rows = report.read(file).rows
+    assert len(rows) == 4 and all("% cost" in row.figures for row in rows)
+    of_variants = [(*of, repeats) for of in ((False, False, 1), (True, False, 1), (False, False, 4), (False, True, 1))
+                   for repeats in (False, True)]  # fmt: skip
+    assert asked == [(False, False, 1, False), (False, False, 1, False), *of_variants]
+
+
+def test_inputs_of_zeros(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    run("backward", "--zeros", "--json", str(file))
+    rows = report.read(file).rows
+    assert rows and all(row.problem["zeros"] and row.table.endswith(", zeros") for row in rows)
+    problem = dataclasses.replace(forward_backward.Problem(1, 8, 1, 1, 8, False, "float32"), zeros=True)
+    call = forward_backward.make_call(problem, torch.device("cpu"), with_gradients=True)
+    assert all(not tensor.any() for tensor in (call.q, call.k, call.v, call.grad_out))
 
 
 def test_masks_are_timed_on_host_and_device(tmp_path: Path) -> None:
