@@ -148,7 +148,10 @@ std::vector<BackwardCtaTuple> ctas_of_backward(const Problem& problem) {
   if (problem.device != Device::kCuda || problem.operation != Operation::kBackward)
     throw py::value_error("backward_ctas: expected operation backward on cuda");
   std::vector<BackwardCtaTuple> ctas;
-  const BackwardTiles tiles = row_of(plan.kernel).backward_tiles(problem);
+  const auto tiles_of = row_of(plan.kernel).backward_tiles;
+  if (!tiles_of)
+    throw py::value_error("backward_ctas: " + std::string(kernel_name(plan.kernel)) + " has no tiles of keys");
+  const BackwardTiles tiles = tiles_of(problem);
   for (const BackwardCta& cta : backward_ctas(problem, tiles, plan.schedule))
     ctas.emplace_back(cta.batch, cta.first_head, cta.heads, cta.key_tile, cta.begin, cta.end, cta.cycles);
   return ctas;

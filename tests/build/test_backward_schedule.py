@@ -27,6 +27,18 @@ GROUPED = [
     (2, 5000, 9, 3, 256, False),
     (2, 5000, 9, 3, 256, True),
 ]
+TRAINING = [
+    (16384 // seqlen, seqlen, 2048 // head_dim, 2048 // head_dim, head_dim, causal)
+    for head_dim in (64, 128, 256)
+    for causal in (False, True)
+    for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
+]
+SHORT = [
+    (8192 // seqlen, seqlen, 16, 16, head_dim, causal)
+    for head_dim in (64, 128)
+    for causal in (False, True)
+    for seqlen in (64, 128, 197, 256, 384)
+]
 
 
 def problem(
@@ -66,6 +78,25 @@ def splits_of(p: _plan.Problem) -> int:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_no_sm_is_idle_for_long(shape: tuple[int, int, int, int, int, bool], dtype: str) -> None:
     assert idle(problem(*shape, dtype=dtype)) < 0.10
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("compute_capability", [80, 90])
+def test_no_sm_is_idle_for_long_in_training(compute_capability: int, dtype: str) -> None:
+    """Nor with short sequences, but for those of a kernel whose CTAs have a whole head each."""
+    of_heads = 0
+    for shape in TRAINING + SHORT:
+        p = problem(*shape, dtype=dtype, compute_capability=compute_capability)
+        if _plan.make_plan(p).kernel == "sm90/backward_short":
+            of_heads += 1
+            continue
+        assert idle(p) < 0.10, shape
+    assert of_heads == (12 if (compute_capability, dtype) == (90, "bfloat16") else 0)
+
+
+def test_a_kernel_without_tiles_of_keys_has_no_ctas_of_them() -> None:
+    with pytest.raises(ValueError, match="backward_ctas: sm90/backward_short has no tiles of keys"):
+        _plan.backward_ctas(problem(64, 128, 16, 16, 64, False))
 
 
 def test_heads_of_a_group_are_shared_where_tiles_of_keys_are_few() -> None:

@@ -180,8 +180,24 @@ def test_some_gradients_alone(
 def test_dk_and_dv_repeat_bit_for_bit(device: str, dtype: torch.dtype, head_dim: int, seqlen: int) -> None:
     """Splits are added up in one order, whichever of them ends first."""
     seqlen, runs = (150, 3) if device == "cpu" else (seqlen, 30)
-    call = make_call(1, seqlen, seqlen, 8, 2, head_dim, dtype=dtype, device=device, causal=True, deterministic=False)
-    call = call.with_random_gradients()
+    assert_dk_and_dv_repeat(make_call(1, seqlen, seqlen, 8, 2, head_dim, dtype=dtype, device=device), runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads_kv", [2, 32])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_dk_and_dv_repeat_a_thousand_times(device: str, dtype: torch.dtype, head_dim: int, heads_kv: int) -> None:
+    """Few key heads, whose tiles are split, and more tiles of keys than SMs."""
+    batch, heads_kv, seqlen, runs = (1, 2, 150, 10) if device == "cpu" else (2, heads_kv, 1000, 1000)
+    heads_q = max(8, heads_kv)
+    assert_dk_and_dv_repeat(
+        make_call(batch, seqlen, seqlen, heads_q, heads_kv, head_dim, dtype=dtype, device=device), runs
+    )
+
+
+def assert_dk_and_dv_repeat(call: Call, runs: int) -> None:
+    call = call.with_options(causal=True, deterministic=False).with_random_gradients()
     first = run_library(call, QKV)
     for _ in range(runs):
         again = run_library(call, QKV)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,15 @@ def sizes_of_any_heads(draw: st.DrawFn, scores: int, least: int, most_batch: int
 
 
 @st.composite
+def sizes_of_grouped_heads(draw: st.DrawFn, scores: int) -> Sizes:
+    """One batch entry, whose query heads share key heads: few tiles of keys, which CTAs of the backward share."""
+    heads_kv = draw(st.sampled_from([1, 1, 2, 3]))
+    heads_q = heads_kv * draw(st.integers(2, 16))
+    seqlens = lengths_up_to(math.isqrt(scores // heads_q), 1)
+    return Sizes(1, heads_q, heads_kv, seqlens, seqlens)
+
+
+@st.composite
 def both_head_dims(draw: st.DrawFn) -> tuple[int, int]:
     """(head_dim, head_dim_v), equal mostly: many kernels are for that."""
     head_dim = draw(head_dims)
@@ -162,10 +172,12 @@ def score_options(draw: st.DrawFn, shape: tuple[int, int, int, int], device: str
 
 
 @st.composite
-def attention_calls(draw: st.DrawFn, device: str, scores: int) -> tuple[Call, tuple[str, ...]]:
+def attention_calls(
+    draw: st.DrawFn, device: str, scores: int, sizes_up_to: Callable[[int], st.SearchStrategy[Sizes]] = problem_sizes
+) -> tuple[Call, tuple[str, ...]]:
     """A call, dense or packed, of about ``scores`` at most, and the inputs that want gradients."""
     torch.manual_seed(draw(st.integers(0, 2**32 - 1)))
-    sizes, (head_dim, head_dim_v) = draw(problem_sizes(scores)), draw(both_head_dims())
+    sizes, (head_dim, head_dim_v) = draw(sizes_up_to(scores)), draw(both_head_dims())
     tensors: dict[str, Any] = dict(
         heads_q=sizes.heads_q, heads_kv=sizes.heads_kv, head_dim=head_dim, head_dim_v=head_dim_v,
         dtype=draw(st.sampled_from(dtypes_of(device))), device=device,

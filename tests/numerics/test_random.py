@@ -44,6 +44,11 @@ def check_attention(data: st.DataObject, device: str, scores: int) -> None:
     assert_matches_oracle(call, wanted)
 
 
+def check_gradients_of_groups(data: st.DataObject, device: str, scores: int) -> None:
+    call, wanted = data.draw(problems.attention_calls(device, scores, problems.sizes_of_grouped_heads))
+    assert_matches_oracle(call, wanted or ("q", "k", "v"))
+
+
 def check_weights(data: st.DataObject, device: str, scores: int) -> None:
     assert_weights_match(data.draw(problems.weights_calls(device, scores)), signed=data.draw(st.booleans()))
 
@@ -79,6 +84,13 @@ def test_decode(device: str) -> None:
 @PARTS
 def test_attention_at_length(device: str, part: int) -> None:
     run_problems(lambda data: check_attention(data, device, SCORES), NUM_LONG)
+
+
+@pytest.mark.slow
+@PARTS
+def test_gradients_of_groups_at_length(device: str, part: int) -> None:
+    """Where tiles of keys are few, several CTAs share one."""
+    run_problems(lambda data: check_gradients_of_groups(data, device, SCORES), NUM_LONG)
 
 
 @pytest.mark.slow
