@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -40,7 +41,7 @@ from benchmarks.ceilings import higher, measure_ceilings
 from benchmarks.comparison import Setting, Work
 from benchmarks.gpu_state import GpuState
 from benchmarks.provenance import load_average, provenance
-from benchmarks.timing import Clock, Progress, make_clock
+from benchmarks.timing import Clock, Effort, Progress, make_clock
 
 
 class Benchmark(NamedTuple):
@@ -53,7 +54,8 @@ class Benchmark(NamedTuple):
     add_arguments: Callable[[argparse.ArgumentParser], None]
     work: Callable[[argparse.Namespace, Setting], list[Work]]
     ceiling_dtypes: Callable[[argparse.Namespace], Iterable[torch.dtype]] | None = None
-    also_peers: Sequence[str] = ()  # that it asks besides the usual ones, or alone if it does not ask those
+    also_peers: Sequence[str] = ()  # that it asks besides the usual ones
+    default_peers: Sequence[str] | None = None  # that it asks instead of the usual ones
     own_peers: Mapping[str, str] = {}  # titles of those that it brings itself, whatever --peers says
     packages: Sequence[str] = ()  # that it uses, beside those of the peers
     asks_peers: bool = True
@@ -100,7 +102,7 @@ BENCHMARKS = {
     ),
     "models": Benchmark(
         "a training step of whole models that call SDPA", "ms", "ms", "model", models.add_arguments, models.work,
-        also_peers=models.ALSO_PEERS, own_peers=models.PEERS, packages=models.PACKAGES, asks_peers=False,
+        default_peers=models.PACKAGES_IN_PLACE, own_peers=models.PEERS, packages=models.PACKAGES, asks_peers=False,
     ),
     "memory": Benchmark(
         "peak memory over the sequence length", "MiB", "MiB", "seqlen", memory.add_arguments, memory.work,
@@ -127,20 +129,32 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(
-    chosen: argparse.Namespace, command: Sequence[str], around: Callable[[Clock], Clock] = lambda clock: clock
-) -> report.Record:
-    """Measures what was asked for, and the ceilings before and after. ``around`` makes the clock that is used."""
+@dataclass(frozen=True)
+class Pace:
+    """How a run goes on: here, as fast as it can."""
+
+    title: str = ""  # before the benchmark's in lines of progress
+    effort: Effort | None = None  # None: as the arguments say
+
+    def clock_of(self, clock: Clock) -> Clock:
+        return clock
+
+    def begin_row(self) -> None:
+        """Called before each piece of work."""
+
+
+def run(chosen: argparse.Namespace, command: Sequence[str], pace: Pace = Pace()) -> report.Record:
+    """Measures what was asked for, and the ceilings before and after."""
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")  # autograd's thread, once, harmless
     torch.manual_seed(chosen.seed)
     benchmark = BENCHMARKS[chosen.benchmark]
-    clock = around(make_clock(chosen.device))
+    clock = pace.clock_of(make_clock(chosen.device))
     dtypes = None if benchmark.ceiling_dtypes is None else list(benchmark.ceiling_dtypes(chosen))
-    effort, sustained_s = effort_of(chosen), chosen.sustained if benchmark.loops else None
+    effort, sustained_s = pace.effort or effort_of(chosen), chosen.sustained if benchmark.loops else None
     rows: list[report.Row] = []
     found: dict[str, float] = {}
     load = load_average()
-    with closing(Progress(chosen.benchmark)) as progress, GpuState(chosen.device) as state:
+    with closing(Progress(pace.title + chosen.benchmark)) as progress, GpuState(chosen.device) as state:
         if dtypes is not None:
             progress.say("ceilings of the machine")
             found = measure_ceilings(clock, chosen.device, dtypes)
@@ -148,6 +162,7 @@ def run(
         work = benchmark.work(chosen, setting)
         progress.expect(len(work))
         for piece in work:
+            pace.begin_row()
             rows += piece()
             progress.update()
         if dtypes is not None:
@@ -171,7 +186,7 @@ def main(arguments: Sequence[str] | None = None, preset: Sequence[str] = (), mod
     chosen = parser.parse_args([*preset, *arguments])
     if chosen.benchmark == "compare":
         return compare(parser, chosen)
-    settle(parser, chosen, BENCHMARKS[chosen.benchmark].also_peers)
+    settle(parser, chosen, BENCHMARKS[chosen.benchmark].also_peers, BENCHMARKS[chosen.benchmark].default_peers)
     record = run(chosen, [module, *arguments])
     print(report.markdown(record))
     refused = None if chosen.json is None or chosen.trial else report.why_no_record(record)

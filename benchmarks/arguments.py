@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.peers import PEERS, available_peers, find_peers
+from benchmarks.peers import PEERS, find_peers
 from benchmarks.provenance import RECORD_ROUNDS, why_no_record
 from benchmarks.timing import Effort
 
@@ -96,12 +96,17 @@ def common_arguments(with_peers: bool, with_loops: bool) -> argparse.ArgumentPar
     return common
 
 
-def settle(parser: argparse.ArgumentParser, chosen: argparse.Namespace, also: Sequence[str] = ()) -> None:
+def settle(
+    parser: argparse.ArgumentParser,
+    chosen: argparse.Namespace,
+    also: Sequence[str] = (),
+    default: Sequence[str] | None = None,
+) -> None:
     """Settles device, peers and torch's settings; ends with an error for what would otherwise fail after the run.
 
     Args:
-        also: peers that the benchmark asks besides the usual ones, or alone if it does not ask those, where they can be
-            had.
+        also: peers that the benchmark asks besides the usual ones, where they can be had.
+        default: those that it asks instead of the usual ones, likewise.
     """
     if chosen.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: torch sees no GPU")
@@ -113,8 +118,7 @@ def settle(parser: argparse.ArgumentParser, chosen: argparse.Namespace, also: Se
         if importlib.util.find_spec("matplotlib") is None:
             parser.error("argument --plot: needs matplotlib, which is not installed: pip install matplotlib")
     try:
-        asks = "peers" in chosen
-        chosen.peers = find_peers(chosen.peers, chosen.device, also) if asks else available_peers(also, chosen.device)
+        chosen.peers = find_peers(getattr(chosen, "peers", ()), chosen.device, also, default)
     except ValueError as error:
         parser.error(f"argument --peers: {error}")
     if chosen.threads is not None:

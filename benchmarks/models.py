@@ -39,7 +39,7 @@ BACKENDS = {
     "torch cuDNN": SDPBackend.CUDNN_ATTENTION,
 }
 PACKAGES = ("transformers",)
-ALSO_PEERS = ("fa3",)
+PACKAGES_IN_PLACE = ("fa3", "flash_attn")  # of SDPA, where they are installed
 PEERS = {TORCH: "torch's own choice of a backend"} | {name: f"{name.removeprefix('torch ')} alone" for name in BACKENDS}
 
 Step = Callable[[], Tensor]  # returns the loss, and leaves gradients in the parameters
@@ -47,7 +47,7 @@ Step = Callable[[], Tensor]  # returns the loss, and leaves gradients in the par
 
 @dataclass(frozen=True)
 class Problem:
-    """A model of transformers, or ``dit``; ``padded``: the shortest sequence is half as long as the longest."""
+    """A model of transformers, or a DiT; ``padded``: the shortest sequence is half as long as the longest."""
 
     model: str
     batch: int
@@ -92,16 +92,19 @@ VOCABULARY = 1024  # small: what is measured is not the last projection
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = list(dict.fromkeys(name for name, *_ in (*SIZES, *CPU_SIZES)))
     parser.add_argument("--models", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
+    parser.add_argument(
+        "--peers", nargs="*", choices=PACKAGES_IN_PLACE, help="packages in the place of SDPA, default: those installed"
+    )
 
 
 def work(chosen: argparse.Namespace, setting: Setting) -> list[Work]:
-    sizes = CPU_SIZES if on_cpu(chosen) else SIZES[:: 2 if chosen.quick else 1]
-    problems = [
-        Problem(*size, name_of(dtype))
-        for dtype in dtypes_of(chosen)
-        for size in sizes
-        if chosen.models is None or size[0] in chosen.models
-    ]
+    sizes = CPU_SIZES if on_cpu(chosen) else SIZES
+    asked = [size for size in sizes if chosen.models is None or size[0] in chosen.models]
+    if not asked:
+        raise SystemExit(f"argument --models: expected of {', '.join(size[0] for size in sizes)} on this device")
+    if chosen.quick and chosen.models is None:
+        asked = asked[::2]
+    problems = [Problem(*size, name_of(dtype)) for dtype in dtypes_of(chosen) for size in asked]
     return [partial(measure, problem, chosen.seed, setting) for problem in problems]
 
 
@@ -131,7 +134,13 @@ def contexts(setting: Setting) -> Mapping[str, Callable[[], AbstractContextManag
 
 @contextmanager
 def in_place_of_sdpa(peer: Peer) -> Iterator[None]:
-    """Programs that call ``scaled_dot_product_attention`` call the peer; a call that it does not take raises."""
+    """Programs that look up ``torch.nn.functional.scaled_dot_product_attention`` when they call it, call the peer.
+
+    Raises:
+        NotImplementedError: from a call that the peer does not take, or would compute otherwise.
+        RuntimeError: on leaving, if nothing has called the peer: torch's function has been timed.
+    """
+    calls = 0
 
     def attend(
         query: Tensor,
@@ -143,16 +152,23 @@ def in_place_of_sdpa(peer: Peer) -> Iterator[None]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        nonlocal calls
+        calls += 1
         if attn_mask is not None:
             raise NotImplementedError(f"{peer.title} takes no mask or bias")
-        usual_scale = scale is None or math.isclose(scale, query.shape[-1] ** -0.5)
-        if dropout_p != 0.0 or not usual_scale or (is_causal and query.shape[2] != key.shape[2]):
-            raise NotImplementedError(f"{peer.title} is not asked for dropout, other scales or other causal masks")
+        if dropout_p != 0.0:
+            raise NotImplementedError(f"{peer.title} is not asked for dropout, got dropout_p={dropout_p}")
+        if scale is not None and not math.isclose(scale, query.shape[-1] ** -0.5):
+            raise NotImplementedError(f"{peer.title} is asked for the usual scale alone, got scale={scale}")
+        if is_causal and query.shape[2] != key.shape[2]:
+            raise NotImplementedError(f"{peer.title} aligns is_causal with the last key, SDPA with the first")
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         return peer.attention(q, k, v, is_causal).transpose(1, 2)
 
     with peer.around(), mock.patch.object(functional, "scaled_dot_product_attention", attend):
         yield
+    if calls == 0:
+        raise RuntimeError(f"nothing called {peer.title}: the model keeps torch's function")
 
 
 def make_model(problem: Problem) -> nn.Module:
@@ -232,7 +248,7 @@ def result_of(model: nn.Module, step: Step) -> Result:
 
 @dataclass(frozen=True)
 class ExpectedStep:
-    """A step in float32, by SDPA's math backend."""
+    """A step in float32, by SDPA's math backend; by the memory-efficient one where scores take too much memory."""
 
     ref: Result
 

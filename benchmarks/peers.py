@@ -250,14 +250,22 @@ DEFAULT_PEERS = {
 NEEDS_CUDA = frozenset({"fa2", "cudnn", "fa3", FA3_METADATA, "flash_attn", "efficient", "flex"})
 
 
-def find_peers(names: Sequence[str] | None, device: torch.device, also: Sequence[str] = ()) -> dict[str, Peer]:
-    """Those that can be imported; None: all that make sense on the device, and ``also`` where they can.
+def find_peers(
+    names: Sequence[str] | None,
+    device: torch.device,
+    also: Sequence[str] = (),
+    default: Sequence[str] | None = None,
+) -> dict[str, Peer]:
+    """Those that are named. None: where they can be had, ``default``, or all that make sense on the device.
+
+    Args:
+        also: asked besides these.
 
     Raises:
         ValueError: a peer that was named is not to be had.
     """
     if names is None:
-        return available_peers((*DEFAULT_PEERS[device.type], *also), device)
+        return available_peers((*(DEFAULT_PEERS[device.type] if default is None else default), *also), device)
     found = available_peers(names, device)
     for name in names:
         if name not in found:

@@ -195,8 +195,26 @@ def test_what_it_would_compute_otherwise_raises(options: dict[str, Any]) -> None
     q, k = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 5, 16)
     with models.in_place_of_sdpa(peers.ours()):
         torch.testing.assert_close(F.scaled_dot_product_attention(q, k, k), oracle_of(q, k))
-        with pytest.raises(NotImplementedError, match="flash_ext is not asked for"):
+        with pytest.raises(NotImplementedError, match=f"^flash_ext .*{next(iter(options))}"):
             F.scaled_dot_product_attention(q, k, k, **options)
+
+
+def test_a_model_that_keeps_torchs_function_is_not_timed() -> None:
+    q = torch.randn(1, 2, 3, 16)
+    torchs_own = F.scaled_dot_product_attention
+    with (
+        pytest.raises(RuntimeError, match="nothing called flash_ext: the model keeps torch's function"),
+        models.in_place_of_sdpa(peers.ours()),
+    ):
+        torchs_own(q, q, q)
+    with pytest.raises(ZeroDivisionError), models.in_place_of_sdpa(peers.ours()):
+        raise ZeroDivisionError
+    assert F.scaled_dot_product_attention is torchs_own
+
+
+def test_models_that_are_not_for_the_device() -> None:
+    with pytest.raises(SystemExit, match="argument --models: expected of BERT, GPT-2, T5, DiT, ViT on this device"):
+        run("models", "--models", "BERT-large")
 
 
 def oracle_of(q: Tensor, k: Tensor) -> Tensor:

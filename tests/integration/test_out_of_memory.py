@@ -112,33 +112,40 @@ def test_what_fits_by_now_is_allocated(device: str) -> None:
 # ---- A program that tries again with less ---------------------------------------------------------------------------
 
 ROWS_OF_A_STEP = 2**17
+SLACK = 8 << 20  # bytes that Python and an exception need, on a CPU
 
 
-SLACK = 8 << 20  # what Python and an exception need, on a CPU
-
-
-def limit_memory(num_bytes: int | None, device: str) -> None:
-    """So much memory may be reserved beside what is. None: as much as there is."""
+@contextmanager
+def limited_memory(num_bytes: int, device: str) -> Iterator[None]:
+    """So much memory may be reserved beside what is."""
     if device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
-        all_bytes = total if num_bytes is None else torch.cuda.memory_reserved() + num_bytes
-        torch.cuda.set_per_process_memory_fraction(all_bytes / total)
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + num_bytes) / total)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
         return
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (hard if num_bytes is None else used + num_bytes, hard))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def fill_reserved_memory(device: str) -> list[Tensor]:
     """What torch's allocator or malloc keeps although it is free, because something else beside it is in use."""
-    limit_memory(0 if device == "cuda" else SLACK, device)
     filled: list[Tensor] = []
-    for megabytes in (256, 64, 16, 4, 2) if device == "cuda" else (256, 64, 16):
-        try:
-            while True:
-                filled.append(torch.empty(megabytes << 20, dtype=torch.uint8, device=device))
-        except RuntimeError:
-            continue
+    with limited_memory(0 if device == "cuda" else SLACK, device):
+        for megabytes in (256, 64, 16, 4, 2) if device == "cuda" else (256, 64, 16):
+            try:
+                while True:
+                    filled.append(torch.empty(megabytes << 20, dtype=torch.uint8, device=device))
+            except RuntimeError as error:
+                if not is_torchs_error(error, device):
+                    raise
     return filled
 
 
@@ -148,30 +155,26 @@ def room_for(num_bytes: int, device: str) -> Iterator[None]:
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
-    filled: list[Tensor] = []
-    try:
-        filled.extend(fill_reserved_memory(device))
-        limit_memory(num_bytes, device)
+    filled = fill_reserved_memory(device)
+    with limited_memory(num_bytes, device):
         yield
-    finally:
-        limit_memory(None, device)
-        filled.clear()
+    filled.clear()
 
 
 def test_room_counts_what_is_kept(device: str) -> None:
     """Otherwise a test would find room in what tests before it have freed."""
+    megabytes = 4 if device == "cuda" else 16  # torch's allocator on CUDA takes 20 at once for blocks of 4
 
-    def block(megabytes: int) -> Tensor:
-        return torch.empty(megabytes << 20, dtype=torch.uint8, device=device)
+    def blocks(count: int) -> list[Tensor]:
+        return [torch.empty(megabytes << 20, dtype=torch.uint8, device=device) for _ in range(count)]
 
-    block(31)  # once it is freed, malloc takes such blocks from its heap
-    blocks = [block(16) for _ in range(20)]
-    del blocks[:-1]  # malloc would give back the end of its heap
-    with room_for(32 << 20, device):
-        block(16)
+    torch.empty(31 << 20, dtype=torch.uint8, device=device)  # once it is freed, malloc takes such blocks from its heap
+    kept = blocks(40)[::5]
+    with room_for(2 * megabytes << 20, device):
         with pytest.raises(RuntimeError) as raised:
-            block(128)
+            blocks(20)
         assert is_torchs_error(raised.value, device), repr(raised.value)
+    del kept
 
 
 def attention_of(q: Tensor, k: Tensor) -> Tensor:
