@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "block_lists.h"
 #include "features.h"
 #include "kernels/common/dropout/philox.h"
 #include "kernels/sm90/backward_f32/shape.h"
@@ -34,10 +35,15 @@ sm90::BackwardAsked asked_of(const Problem& p) {
 /// The options of the variant that serves a problem.
 int serving_options(const Problem& p) { return sm90::serving_options(asked_of(p)); }
 
+/// Whether a call has an option that the variant of block masks lacks.
+bool has_more_than_blocks(const Problem& p) {
+  return p.has_bias || p.has_mask || dropout_threshold(p.dropout_p) > 0 || p.softcap > 0 || p.has_alibi ||
+         p.deterministic;
+}
+
 /// Whether lists made from the block mask say which steps a key tile has.
 bool lists_blocks(const Problem& p) {
-  const bool others =
-      p.has_bias || p.has_mask || dropout_threshold(p.dropout_p) > 0 || p.softcap > 0 || p.has_alibi || p.deterministic;
+  const bool others = has_more_than_blocks(p);
   const bool window = p.window_left >= 0 || p.window_right >= 0;
   return sm90::lists_blocks(sm90::BackwardBlocksCall{p.has_block_mask ? p.block_m : 0, p.block_n, !others && !window,
                                                      !p.varlen, head_dim_of_kernel(p)});
@@ -50,6 +56,17 @@ sm90::BackwardShape overlapping_shape(const Problem& p) {
 
 int64_t keys_of(const sm90::BackwardShape& shape) { return sm90::kWarpgroupRows * shape.key_groups; }
 
+/// Says what the lists of a block mask do, if there is one.
+void explain_backward_lists(Draft& draft) {
+  const Problem& p = draft.p;
+  if (!p.has_block_mask) return;
+  const int64_t keys = keys_of(sm90::backward_blocks_shape());
+  if (!lists_blocks(p))
+    return explain_idle_lists(draft, {!has_more_than_blocks(p), sm90::kMaxNarrowHeadDim, sm90::kBackwardBlockM, keys});
+  draft.because("lists of queries, made from the block mask, drive the loads: blocks of ", p.block_m, " x ", p.block_n,
+                " are made of whole tiles; tiles of keys with the most blocks first");
+}
+
 /// Sets a variant, and tiles whose keys the warpgroups share. `more` ends the reason.
 void take_narrow_tiles(Draft& draft, const char* variant, const sm90::BackwardShape& shape, const char* more = "") {
   draft.take_variant(variant);
@@ -57,6 +74,7 @@ void take_narrow_tiles(Draft& draft, const char* variant, const sm90::BackwardSh
   draft.plan.block_n = keys_of(shape);
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.key_groups, " warpgroups of ",
                 sm90::kWarpgroupRows, " keys, for head dims up to ", head_dim_of_kernel(draft.p), more);
+  explain_backward_lists(draft);
 }
 
 /// Names of the variants of the backward, by their options.
@@ -133,6 +151,7 @@ void choose_sm90_backward_wide_tiles(Draft& draft) {
   draft.plan.block_n = keys_of(shape);
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.key_groups, " CTAs of a cluster, ",
                 sm90::kWarpgroupRows, " keys each, for head dims up to ", head_dim);
+  explain_backward_lists(draft);
 }
 
 void choose_sm90_backward_short_tiles(Draft& draft) {

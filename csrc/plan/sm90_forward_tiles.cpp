@@ -1,4 +1,7 @@
 // Tiles and variants of the forward for Hopper.
+#include <iterator>
+
+#include "block_lists.h"
 #include "features.h"
 #include "kernels/common/mask/tile_range.h"
 #include "kernels/common/scheduler/work_order.h"
@@ -109,13 +112,25 @@ sm90::ForwardVariant choose_options_variant(Draft& draft, unsigned features) {
   return sm90::forward_variant({(features & kDropout) != 0, p.has_bias, p.bias_dtype == p.dtype, masked, scales_first});
 }
 
+/// Whether a call has an option that the variant of block masks lacks.
+bool has_more_than_blocks(const Problem& p, unsigned features) {
+  return (features & (kNeedsOptionsVariant & ~kBlockMask)) != 0 ||
+         sm90::scales_first(p.softcap, p.has_alibi, p.softmax_scale);
+}
+
 /// Whether the lists of a block mask drive the loads; else visible tiles are looked for among all tiles.
 bool lists_blocks(const Problem& p, unsigned features) {
-  const bool others = (features & (kNeedsOptionsVariant & ~kBlockMask)) != 0 ||
-                      sm90::scales_first(p.softcap, p.has_alibi, p.softmax_scale);
+  const bool others = has_more_than_blocks(p, features);
   const bool window = p.window_left >= 0 || p.window_right >= 0;
   return sm90::lists_blocks(
       {p.has_block_mask ? p.block_m : 0, p.block_n, !others && !window, !p.varlen, p.head_dim, p.head_dim_v});
+}
+
+void explain_forward_lists(Draft& draft, unsigned features) {
+  const sm90::HeadDims widest = *std::rbegin(sm90::kForwardBlocksHeadDims);
+  const sm90::ForwardShape shape = sm90::forward_blocks_shape(widest);
+  explain_idle_lists(draft, {!has_more_than_blocks(draft.p, features), widest.qk,
+                             int64_t{shape.warpgroups} * sm90::kWarpgroupRows, shape.block_n});
 }
 
 sm90::ForwardShape blocks_shape(Draft& draft, const sm90::HeadDims& dims) {
@@ -196,6 +211,7 @@ void choose_sm90_forward_tiles(Draft& draft) {
     const sm90::ForwardVariant variant = choose_options_variant(draft, features);
     draft.take_variant(name_of(variant));
     shape = sm90::forward_options_shape(dims, variant);
+    if (p.has_block_mask) explain_forward_lists(draft, features);
   } else if (keeps_max_logit) {
     draft.plan.fuses_max_logit = true;
     draft.take_variant(name_of(sm90::ForwardVariant::kMaxLogit));

@@ -282,3 +282,40 @@ def test_shared_memory_that_is_not_known_decides_nothing() -> None:
     found = hopper_plan(operation="backward", has_bias=True, own_kernels=False)
     assert (found.bias_kernel, found.bias_stages) == ("sm80/bias_gradient", 0)
     assert hopper_plan(operation="backward", has_bias=True).bias_kernel == "sm90/bias_gradient"
+
+
+BLOCKS = {"has_block_mask": True, "block_m": 128, "block_n": 128}
+IDLE = "the lists of the block mask do not drive the loads: each tile looks up its block, because of "
+
+
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("fields", "because"),
+    [
+        ({"window_right": 0},
+         "a window or causal beside it (BlockMask.causal and sliding_window can be part of it, by &)"),
+        ({"softcap": 3.0}, "other options beside it"),
+        ({"dropout_p": 0.5, "varlen": True, "total_q": 900, "total_k": 900},
+         "other options beside it, lengths that lie on the device"),
+        ({"head_dim": 192, "head_dim_v": 192}, "head dims above 128"),
+        ({"block_m": 32}, "blocks of 32 x 128 that are not made of whole tiles of {} x {}"),
+        ({"block_n": 32}, "blocks of 128 x 32 that are not made of whole tiles of {} x {}"),
+    ],
+)  # fmt: skip
+def test_what_keeps_the_lists_of_a_block_mask_from_driving_loads(
+    operation: str, fields: dict[str, Any], because: str
+) -> None:
+    found = hopper_plan(operation=operation, **{**BLOCKS, **fields}).reasons
+    tiles = (128, 64) if operation == "forward" else (64, 128)
+    assert [reason for reason in found if "lists" in reason and "block" in reason] == [IDLE + because.format(*tiles)]
+
+
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lists_of_a_block_mask_that_drive_loads(operation: str, head_dim: int) -> None:
+    found = hopper_plan(operation=operation, head_dim=head_dim, head_dim_v=head_dim, **BLOCKS).reasons
+    (reason,) = (reason for reason in found if "drive the loads" in reason)
+    assert "blocks of 128 x 128 are made of whole tiles; tiles of" in reason and "with the most blocks first" in reason
+    assert not any(
+        "drive" in reason for reason in hopper_plan(operation=operation, head_dim=head_dim, has_mask=True).reasons
+    )
