@@ -178,11 +178,13 @@ def _both(first: Builder, second: Builder) -> Builder:
 
 CAUSAL = Builder("causal", _causal, lambda n: lambda i, j: j <= i)
 BLOCKS = Builder("from_blocks", _from_blocks, _in_blocks)
+WINDOW = Builder("window", _window, lambda n: lambda i, j: (j <= i) & (j >= i - REACH))
+DOCUMENTS = Builder("documents", partial(_documents, causal=False), _same_document)
 BUILDERS = [
     CAUSAL,
-    Builder("window", _window, lambda n: lambda i, j: (j <= i) & (j >= i - REACH)),
+    WINDOW,
     Builder("window and sinks", _window_and_sinks, lambda n: lambda i, j: (j <= i) & ((j >= i - REACH) | (j < SINKS))),
-    Builder("documents", partial(_documents, causal=False), _same_document),
+    DOCUMENTS,
     Builder("causal documents", partial(_documents, causal=True), lambda n: _and_causal(_same_document(n))),
     Builder("prefix_lm", _prefix, lambda n: lambda i, j: (j <= i) | (j < n // 3)),
     Builder("bidirectional_spans", _spans, _in_spans),
@@ -190,4 +192,5 @@ BUILDERS = [
     _transpose(BLOCKS),
     _transpose(CAUSAL),
     _both(CAUSAL, BLOCKS),
+    _both(WINDOW, DOCUMENTS),
 ]  # fmt: skip

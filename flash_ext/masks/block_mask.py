@@ -100,7 +100,7 @@ class BlockMask(DenseBuilders, WindowBuilders, DocumentBuilders, PatternBuilders
 
     def __and__(self, other: BlockMask) -> BlockMask:
         """The intersection of two masks of one shape (batch and heads of 1 broadcast) and block size. The host waits
-        where both have bitmaps."""
+        for a GPU only where tens of thousands of blocks may have a bitmap in both."""
         if not isinstance(other, BlockMask):
             return NotImplemented
         self._check_fits(other)
@@ -148,7 +148,7 @@ class BlockMask(DenseBuilders, WindowBuilders, DocumentBuilders, PatternBuilders
         return "\n".join("".join("▒" if kind > FULL else "·█"[kind == FULL] for kind in row) for row in shown.tolist())
 
     def _as_grid(self) -> GridMask:
-        return GridMask(self._grid(), self.bitmaps)
+        return GridMask.of_lists(Lists(*self.tensors), ceil_div(self.seqlen_k, self.block_size[1]))
 
     def _check_fits(self, other: BlockMask) -> None:
         fits = all(a == b or 1 in (a, b) for a, b in zip(self.shape[:2], other.shape[:2], strict=True))

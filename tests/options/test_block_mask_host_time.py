@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_ext import BlockMask
+from flash_ext.masks import combination
 from tests.oracle import int32
 
 N = 2048
@@ -87,7 +88,17 @@ MOST: dict[str, tuple[int, Callable[[], Callable[[], object]]]] = {
     "transpose": (1, lambda: causal().transpose),
     "&": (49, lambda: (lambda masks: lambda: masks[0] & masks[1])((causal(), whole()))),
     "|": (49, lambda: (lambda masks: lambda: masks[0] | masks[1])((causal(), whole()))),
+    "& of bitmaps": (80, lambda: (lambda masks: lambda: masks[0] & masks[1])((window(), documents()))),
+    "| of bitmaps": (80, lambda: (lambda masks: lambda: masks[0] | masks[1])((window(), documents()))),
 }
+
+
+def window() -> BlockMask:
+    return BlockMask.sliding_window(N, N, (300, 0), device=META)
+
+
+def documents() -> BlockMask:
+    return BlockMask.documents(meta(0, 500, 900, N), N)
 
 
 def top_k(q: Tensor) -> BlockMask:
@@ -107,6 +118,13 @@ def test_uneven_lengths_neither(lengths: tuple[int, int]) -> None:
         build = lambda w=window, g=num_global: BlockMask.sliding_window(*lengths, w, g, device=META)  # noqa: E731
         assert dispatched(build) <= 2
     assert dispatched(lambda: BlockMask.documents(meta(0, 100), lengths[0], causal=True)) <= 1
+
+
+def test_too_many_blocks_with_two_bitmaps_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than that there is room for a bitmap of each."""
+    monkeypatch.setattr(combination, "MOST_BITMAP_BYTES", 2**16)
+    with pytest.raises(AssertionError, match="makes the host wait"):
+        dispatched(lambda: window() & documents())
 
 
 def test_what_waits_is_found() -> None:

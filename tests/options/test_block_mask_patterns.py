@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext import BlockMask
-from flash_ext.masks import intervals, lists
+from flash_ext.masks import combination, intervals, lists
 from tests import reference
 from tests.oracle import int32, random
 
@@ -303,6 +303,7 @@ def test_builders_do_not_wait_for_the_gpu(device: str) -> None:
         BlockMask.random(2000, 2000, 4, device=device)
         BlockMask.top_k(q, k, 4)
         whole & causal, whole | causal, causal.transpose(), whole.to_flex()
+        causal & BlockMask.documents(cu_seqlens, 2000), causal | BlockMask.prefix_lm(prefix, 2000, 2000)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -311,11 +312,15 @@ def lists_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room behind the last block, and bitmaps that are there twice: nobody waits to cut them."""
     for module in (intervals, lists):
         monkeypatch.setattr(module, "compacted", lambda made: made)
+    monkeypatch.setattr(combination, "can_read", lambda x: False)
 
 
-def test_what_is_made_of_lists_with_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most_bytes", [0, combination.MOST_BITMAP_BYTES])
+def test_what_is_made_of_lists_with_room(device: str, most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks with bits in both of two masks get a bitmap each where there is room for that."""
     cut = masks(device)
     lists_as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(combination, "MOST_BITMAP_BYTES", most_bytes)
     loose = masks(device)[:2] + [mask.transpose().transpose() for mask in cut[2:]]
     if device == "cpu":
         assert sum(len(mask.indices) > mask.num_blocks for mask in loose) > 1
