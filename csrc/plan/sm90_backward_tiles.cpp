@@ -2,13 +2,13 @@
 #include <algorithm>
 #include <iterator>
 
-#include "block_lists.h"
 #include "features.h"
 #include "kernels/common/dropout/philox.h"
 #include "kernels/sm90/backward_f32/shape.h"
 #include "kernels/sm90/backward_short/shape.h"
 #include "kernels/sm90/common/backward/shape.h"
 #include "kernels/sm90/common/backward/variant.h"
+#include "masked_tiles.h"
 #include "sm90_tiles.h"
 
 namespace flash_ext::plan {
@@ -56,9 +56,10 @@ sm90::BackwardShape overlapping_shape(const Problem& p) {
 
 int64_t keys_of(const sm90::BackwardShape& shape) { return sm90::kWarpgroupRows * shape.key_groups; }
 
-/// Says what the lists of a block mask do, if there is one.
-void explain_backward_lists(Draft& draft) {
+/// Says what a mask saves, and what the lists of a block mask do.
+void explain_masks(Draft& draft) {
   const Problem& p = draft.p;
+  if (p.has_mask) draft.because(kHiddenTiles);
   if (!p.has_block_mask) return;
   const int64_t keys = keys_of(sm90::backward_blocks_shape());
   if (!lists_blocks(p))
@@ -74,7 +75,7 @@ void take_narrow_tiles(Draft& draft, const char* variant, const sm90::BackwardSh
   draft.plan.block_n = keys_of(shape);
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.key_groups, " warpgroups of ",
                 sm90::kWarpgroupRows, " keys, for head dims up to ", head_dim_of_kernel(draft.p), more);
-  explain_backward_lists(draft);
+  explain_masks(draft);
 }
 
 /// Names of the variants of the backward, by their options.
@@ -151,7 +152,7 @@ void choose_sm90_backward_wide_tiles(Draft& draft) {
   draft.plan.block_n = keys_of(shape);
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.key_groups, " CTAs of a cluster, ",
                 sm90::kWarpgroupRows, " keys each, for head dims up to ", head_dim);
-  explain_backward_lists(draft);
+  explain_masks(draft);
 }
 
 void choose_sm90_backward_short_tiles(Draft& draft) {

@@ -1,7 +1,6 @@
 // Tiles and variants of the forward for Hopper.
 #include <iterator>
 
-#include "block_lists.h"
 #include "features.h"
 #include "kernels/common/mask/tile_range.h"
 #include "kernels/common/scheduler/work_order.h"
@@ -10,6 +9,7 @@
 #include "kernels/sm90/forward_f32/shape.h"
 #include "key_splits.h"
 #include "lengths.h"
+#include "masked_tiles.h"
 #include "operations.h"
 #include "sm90_tiles.h"
 
@@ -108,6 +108,7 @@ sm90::ForwardVariant choose_options_variant(Draft& draft, unsigned features) {
   const bool masked = (features & (kMask | kBlockMask)) != 0;
   draft.because("variant of the kernel with", draft.explain ? words_of_all(features & kNeedsOptionsVariant, p) : "",
                 ": measured faster than sm80/forward");
+  if (p.has_mask) draft.because(kHiddenTiles);
   if ((features & kBiasOfOddRows) != 0) draft.because("bias is copied first, to rows made of 16-byte chunks");
   return sm90::forward_variant({(features & kDropout) != 0, p.has_bias, p.bias_dtype == p.dtype, masked, scales_first});
 }

@@ -319,3 +319,12 @@ def test_lists_of_a_block_mask_that_drive_loads(operation: str, head_dim: int) -
     assert not any(
         "drive" in reason for reason in hopper_plan(operation=operation, head_dim=head_dim, has_mask=True).reasons
     )
+
+
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("per_key", [False, True])
+def test_hidden_tiles_are_left_out(operation: str, head_dim: int, per_key: bool) -> None:
+    found = hopper_plan(operation=operation, head_dim=head_dim, has_mask=True, mask_per_key=per_key).reasons
+    assert found.count("tiles of which the mask hides all pairs are not computed") == 1
+    assert not any("hides all" in reason for reason in hopper_plan(operation=operation, has_bias=True).reasons)

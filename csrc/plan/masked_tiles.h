@@ -1,9 +1,13 @@
-// What explain() says where the lists of a block mask do not drive the loads of a kernel for Hopper.
+// What explain() says of masks on kernels for Hopper: what they save, and why the lists of a block mask do not drive
+// loads.
 #pragma once
 
 #include "draft.h"
 
 namespace flash_ext::plan {
+
+/// What kernels for Hopper do with a mask other than a block mask.
+constexpr char kHiddenTiles[] = "tiles of which the mask hides all pairs are not computed";
 
 /// What the kernel that lists drive needs of a call.
 struct ListsNeed {

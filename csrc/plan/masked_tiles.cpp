@@ -1,4 +1,4 @@
-#include "block_lists.h"
+#include "masked_tiles.h"
 
 #include <algorithm>
 
