@@ -139,9 +139,6 @@ class Pace:
     def clock_of(self, clock: Clock) -> Clock:
         return clock
 
-    def begin_row(self) -> None:
-        """Called before each piece of work."""
-
 
 def run(chosen: argparse.Namespace, command: Sequence[str], pace: Pace = Pace()) -> report.Record:
     """Measures what was asked for, and the ceilings before and after."""
@@ -162,7 +159,6 @@ def run(chosen: argparse.Namespace, command: Sequence[str], pace: Pace = Pace())
         work = benchmark.work(chosen, setting)
         progress.expect(len(work))
         for piece in work:
-            pace.begin_row()
             rows += piece()
             progress.update()
         if dtypes is not None:

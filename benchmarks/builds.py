@@ -5,9 +5,9 @@ python -m benchmarks.builds BEFORE AFTER --at-least 0.97 forward
 
 BEFORE and AFTER are checkouts, each with its libraries built in place. Each build runs the benchmark in a process of
 its own, since one process holds one library of a name. The processes hand the machine to each other after every timed
-call, and begin each row together. So a clock that drifts drifts for both, which two records do not have. Both run the
-benchmarks of this checkout, without the peers that --peers chooses unless it does. The host does not run ahead of a GPU
-as far as it does for a record: compare these figures with each other only.
+call, and begin to time each row together. So a clock that drifts drifts for both, which two records do not have. Both
+run the benchmarks of this checkout, without peers unless --peers names some; module, encoder and models bring their
+own. The host does not run ahead of a GPU as far as it does for a record: compare these figures with each other only.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from benchmarks.timing import Candidate, Clock, Effort, Reading
 
 MODULE = "benchmarks.builds"
 IN_TURN = "in-turn"  # the first argument of a process that the command starts
-# Those whose rows are timed by a clock, or need none. The host's time of a call is measured without one.
+# In the others nobody would hand over: their rows are not timed by a clock.
 TIMED = tuple(name for name in BENCHMARKS if name not in ("host", "masks", "memory"))
 DIRTY = "+dirty"  # behind the commit of a build with changes
 QUICK_ROUNDS = 3
 SECONDS_BETWEEN_LOOKS = 0.05
+SECONDS_TO_END = 10
 FAILED = 2  # exit code
 
 
@@ -89,6 +90,12 @@ class ClockInTurns:
 
     clock: Clock
     turns: Turns
+    most_repeats = 0  # by one of them, alone
+
+    def begin(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the other process may need what this one only keeps
+        self.turns.begin_row()
 
     def time(self, candidate: Candidate) -> Reading:
         return self._finished(self.clock.time(candidate))
@@ -114,18 +121,13 @@ class ClockInTurns:
 
 @dataclass(frozen=True, kw_only=True)
 class PaceInTurns(Pace):
-    """As many rounds for both builds, and rows that begin together."""
+    """As many rounds for both builds, in turns."""
 
     turns: Turns
 
     def clock_of(self, clock: Clock) -> Clock:
         # A host that has just got its turn is not ahead of the GPU: it needs longer to launch a call.
         return ClockInTurns(clock.with_more_time().with_more_time(), self.turns)
-
-    def begin_row(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the other process may need what this one only keeps
-        self.turns.begin_row()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -205,8 +207,17 @@ def started(
             os.close(end)  # or nobody would notice that a process has ended
         yield processes
     finally:
-        for process in processes:
-            process.terminate()
+        stop(processes)
+
+
+def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()  # it waits for a kernel that hangs, say
             process.wait()
 
 
@@ -221,7 +232,7 @@ def environment_of(place: Path) -> dict[str, str]:
 def run_in_turn(title: str, folder: Path, turns: Turns, file: Path, asked: Sequence[str]) -> int:
     """One of the two processes."""
     found = Path(flash_ext.__file__).parent.resolve()
-    if found != folder / "flash_ext":
+    if found != (folder / "flash_ext").resolve():
         raise RuntimeError(f"{title}: expected the package of {folder}, found {found}")
     parser = make_parser()
     chosen = parser.parse_args(asked)
@@ -248,5 +259,6 @@ def commit_of_build() -> str | None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of finally
+    if sys.argv[1:2] != [IN_TURN]:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of finally
     sys.exit(main())

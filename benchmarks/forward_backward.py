@@ -242,10 +242,15 @@ def row_of(problem: Problem, direction: str, ms: Timings, missing: dict[str, str
         ms,
         table=f"{direction}, {problem.heading}",
         label=problem.label,
-        problem={**asdict(problem), "direction": direction},
+        problem={**fields_of(problem), "direction": direction},
         shown={name: flops / value / 1e9 for name, value in ms.medians().items()},
         missing=missing,
     )
+
+
+def fields_of(problem: Problem) -> dict[str, object]:
+    """As records have them. Those from before there was ``zeros`` compare with new ones."""
+    return {name: value for name, value in asdict(problem).items() if name != "zeros" or value}
 
 
 def add_ceiling(rows: Iterable[Row], ceilings: dict[str, float]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -101,7 +102,8 @@ def work(chosen: argparse.Namespace, setting: Setting) -> list[Work]:
     sizes = CPU_SIZES if on_cpu(chosen) else SIZES
     asked = [size for size in sizes if chosen.models is None or size[0] in chosen.models]
     if not asked:
-        raise SystemExit(f"argument --models: expected of {', '.join(size[0] for size in sizes)} on this device")
+        print(f"argument --models: expected of {', '.join(size[0] for size in sizes)} on this device", file=sys.stderr)
+        raise SystemExit(2)
     if chosen.quick and chosen.models is None:
         asked = asked[::2]
     problems = [Problem(*size, name_of(dtype)) for dtype in dtypes_of(chosen) for size in asked]

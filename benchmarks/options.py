@@ -2,10 +2,11 @@
 plain call's time.
 
 Peers take part where they have the option: torch's SDPA gets masks, windows, biases and ALiBi as its attn_mask, made
-before the clock starts, FlexAttention as rules. The plain call takes turns with each variant, to measure the cost.
+before the clock starts, FlexAttention as rules. The call that a variant's cost is measured from takes turns with it:
+the plain call, and for deterministic variants the same one without that.
 
-"pairs" is the number of query-key pairs that a variant works on, over that of the plain call; the cost is measured
-from the plain call's time for as many pairs. "MB" are the bytes of bias or mask that all batch entries and heads
+"pairs" is the number of query-key pairs that a variant works on, over that of this call; the cost is measured from its
+time for as many pairs. "MB" are the bytes of bias or mask that all batch entries and heads
 together look at, and "% net" is the cost without the time in which the measured read stream delivers them.
 """
 
@@ -146,7 +147,7 @@ def padding_at_the_end(plain: Variant, size: Size) -> Variant:
     """Keys behind a length of each batch entry, from half of seqlen on, are hidden."""
     lengths = torch.linspace(size.seqlen // 2, size.seqlen, size.batch, device=size.device).long()
     mask = (torch.arange(size.seqlen, device=size.device) < lengths[:, None])[:, None, None]
-    variant = with_options(plain, "padding (b, 1, 1, k), half of them to none", mask=mask)
+    variant = with_options(plain, "padding (b, 1, 1, k), up to half", mask=mask)
     looked_at = size.batch * size.heads * size.seqlen
     return replace(variant, pairs=float(lengths.sum()) / (size.batch * size.seqlen), bytes_read=looked_at)
 
@@ -265,20 +266,18 @@ def measure(size: Size, direction: str, only: Sequence[str] | None, setting: Set
         if variant.base is not None:
             base, of_base = Comparison(), replace(plain, call=variant.base)
             add(base, PLAIN, ours(), of_base, direction, expected_of(of_base, direction))
-        rows.append(measure_variant(size, direction, variant, base.candidates, setting))
+        rows.append(measure_variant(size, direction, variant, base, setting))
     return rows
 
 
-def measure_variant(
-    size: Size, direction: str, variant: Variant, plain: Mapping[str, Candidate], setting: Setting
-) -> Row:
-    """``plain``: the call that the cost is measured from, where it is supported."""
+def measure_variant(size: Size, direction: str, variant: Variant, base: Comparison, setting: Setting) -> Row:
+    """``base``: of the call that the cost is measured from, by the name of the plain one."""
     expected = expected_of(variant, direction)
     by_peers: Checker = expected
     if variant.call.options.get("dropout_p"):  # theirs draw other numbers
         undropped = replace(variant, call=variant.call.with_options(dropout_p=0.0, rng_state=None))
         by_peers = OnAverage(expected_of(undropped, direction))
-    comparison = Comparison({} if variant.name == PLAIN else dict(plain))
+    comparison = Comparison() if variant.name == PLAIN else Comparison(dict(base.candidates), dict(base.missing))
     add(comparison, OURS, ours(), variant, direction, expected)
     for name, peer in setting.peers.items():
         add(comparison, name, peer, variant, direction, by_peers)

@@ -59,9 +59,10 @@ def work(chosen: argparse.Namespace, setting: Setting) -> list[Work]:
     cpu = on_cpu(chosen)
     heads = chosen.heads or (CPU_HEADS if cpu else HEADS)
     densities = chosen.densities or (CPU_DENSITIES if cpu else DENSITIES)
+    others = OTHER_BLOCKS if chosen.densities is None else ()
     shapes = [s for s in (CPU_SHAPES if cpu else SHAPES) if chosen.seqlen is None or s.seqlen in chosen.seqlen]
     return [
-        partial(measure, shape, heads, dtype, direction, densities, setting)
+        partial(measure, shape, heads, dtype, direction, densities, others, setting)
         for dtype in dtypes_of(chosen)
         for shape in shapes
         for direction in chosen.directions
@@ -69,7 +70,13 @@ def work(chosen: argparse.Namespace, setting: Setting) -> list[Work]:
 
 
 def measure(
-    shape: Shape, heads: int, dtype: torch.dtype, direction: str, densities: Sequence[float], setting: Setting
+    shape: Shape,
+    heads: int,
+    dtype: torch.dtype,
+    direction: str,
+    densities: Sequence[float],
+    others: Sequence[tuple[int, int]],
+    setting: Setting,
 ) -> list[Row]:
     """A row for each mask; in each the dense call, the masked one and the peers take turns."""
     size = Size(1, shape.seqlen, heads, shape.head_dim, dtype, setting.device)
@@ -78,7 +85,7 @@ def measure(
     dense = Variant(PLAIN, Call(q, k, v, grad_out=grad), heads_kv=(0,), batch_entries=1)
     blocks = [(density, (BLOCK, BLOCK)) for density in densities]
     if shape in (SHAPES[0], CPU_SHAPES[0]):
-        blocks += [(OTHER_DENSITY, sizes) for sizes in OTHER_BLOCKS]
+        blocks += [(OTHER_DENSITY, sizes) for sizes in others]
     rows = []
     for density, sizes in blocks:
         rows.append(measure_variant(size, direction, dense, random_blocks(dense, shape, density, sizes), setting))

@@ -123,8 +123,20 @@ class Clock(Protocol):
     def with_more_time(self) -> Clock:
         """A clock that leaves a GPU's host twice as long before each call; on a CPU the same clock."""
 
+    def begin(self) -> None:
+        """Called before candidates take turns."""
+
+    @property
+    def most_repeats(self) -> int:
+        """Of a row that was not steady."""
+
 
 class CpuClock:
+    most_repeats = MOST_REPEATS
+
+    def begin(self) -> None:
+        pass
+
     def time(self, candidate: Candidate) -> Reading:
         return self.time_loop(candidate, 1)
 
@@ -160,6 +172,11 @@ class Replay:
 
 
 class CudaClock:
+    most_repeats = MOST_REPEATS
+
+    def begin(self) -> None:
+        pass
+
     def __init__(self) -> None:
         l2_bytes = torch.cuda.get_device_properties().L2_cache_size
         self._flush = torch.empty(max(2 * l2_bytes, FLUSH_BYTES), dtype=torch.int8, device="cuda")
@@ -212,7 +229,7 @@ def take_steady_turns(clock: Clock, candidates: Mapping[str, Candidate], effort:
     to get ahead of a GPU: on a slow one, short calls are not steady for want of it.
     """
     samples = take_turns(clock, candidates, effort)
-    for _ in range(MOST_REPEATS):
+    for _ in range(clock.most_repeats):
         if all(sample.is_steady for sample in samples.values()):
             break
         clock = clock.with_more_time()
@@ -222,6 +239,7 @@ def take_steady_turns(clock: Clock, candidates: Mapping[str, Candidate], effort:
 
 def take_turns(clock: Clock, candidates: Mapping[str, Candidate], effort: Effort) -> dict[str, Sample]:
     """Milliseconds of each. Every other round goes backwards, so that nobody always follows the same one."""
+    clock.begin()
     for candidate in candidates.values():
         for _ in range(WARM_UP_CALLS):
             candidate()

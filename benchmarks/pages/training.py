@@ -184,7 +184,7 @@ def grouped_cells(header: list[str], line: list[str]) -> list[str]:
 
 
 def few_and_short_lines() -> list[str]:
-    """Of a row of the backward alone a line: TFLOP/s of the four, and the fastest peer's time over ours."""
+    """A line for each row that only the backward has: TFLOP/s of the four, and the fastest peer's time over ours."""
     few = {shape for shape, _ in FEW_KEY_HEADS}
     shape_of = ("batch", "seqlen", "heads_q", "heads_kv", "head_dim")
     lines = [

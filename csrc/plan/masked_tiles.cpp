@@ -2,13 +2,16 @@
 
 #include <algorithm>
 
+#include "features.h"
+
 namespace flash_ext::plan {
 namespace {
 
 /// What stands in the way, each behind a comma and a space.
 std::string obstacles(const Problem& p, const ListsNeed& need) {
   std::string found;
-  if (!need.no_option) found += ", other options beside it";
+  if (need.others != 0) found += text(", other options (", words_of_all(need.others, p).substr(1), ")");
+  if (!need.serves_scale) found += text(", softmax_scale ", p.softmax_scale);
   if (p.window_left >= 0 || p.window_right >= 0)
     found += ", a window or causal beside it (BlockMask.causal and sliding_window can be part of it, by &)";
   if (p.varlen) found += ", lengths that lie on the device";

@@ -8,10 +8,12 @@ namespace flash_ext::plan {
 
 /// What kernels for Hopper do with a mask other than a block mask.
 constexpr char kHiddenTiles[] = "tiles of which the mask hides all pairs are not computed";
+constexpr char kHiddenKeys[] = "tiles of keys that the mask hides from all heads of a group are not computed";
 
 /// What the kernel that lists drive needs of a call.
 struct ListsNeed {
-  bool no_option;         // the call has no option beside the mask that this kernel lacks
+  unsigned others;        // features of the call, beside the block mask, that this kernel lacks
+  bool serves_scale;      // whether it serves the call's softmax_scale
   int64_t most_head_dim;  // of q, k and v
   int64_t queries, keys;  // blocks are multiples of these
 };

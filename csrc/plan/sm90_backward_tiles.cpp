@@ -35,18 +35,16 @@ sm90::BackwardAsked asked_of(const Problem& p) {
 /// The options of the variant that serves a problem.
 int serving_options(const Problem& p) { return sm90::serving_options(asked_of(p)); }
 
-/// Whether a call has an option that the variant of block masks lacks.
-bool has_more_than_blocks(const Problem& p) {
-  return p.has_bias || p.has_mask || dropout_threshold(p.dropout_p) > 0 || p.softcap > 0 || p.has_alibi ||
-         p.deterministic;
+/// What a call has, beside a block mask, that the variant of block masks lacks.
+unsigned beside_blocks(const Problem& p) {
+  return features_of(p) & (kBias | kMask | kDropout | kSoftcap | kAlibi | kDeterministic);
 }
 
 /// Whether lists made from the block mask say which steps a key tile has.
 bool lists_blocks(const Problem& p) {
-  const bool others = has_more_than_blocks(p);
   const bool window = p.window_left >= 0 || p.window_right >= 0;
-  return sm90::lists_blocks(sm90::BackwardBlocksCall{p.has_block_mask ? p.block_m : 0, p.block_n, !others && !window,
-                                                     !p.varlen, head_dim_of_kernel(p)});
+  return sm90::lists_blocks(sm90::BackwardBlocksCall{
+      p.has_block_mask ? p.block_m : 0, p.block_n, beside_blocks(p) == 0 && !window, !p.varlen, head_dim_of_kernel(p)});
 }
 
 /// The shape of the kernel whose products overlap.
@@ -56,14 +54,14 @@ sm90::BackwardShape overlapping_shape(const Problem& p) {
 
 int64_t keys_of(const sm90::BackwardShape& shape) { return sm90::kWarpgroupRows * shape.key_groups; }
 
-/// Says what a mask saves, and what the lists of a block mask do.
+/// Says what a mask saves, and what the lists of a block mask do. A CTA of narrow heads looks at a per-key mask once.
 void explain_masks(Draft& draft) {
   const Problem& p = draft.p;
-  if (p.has_mask) draft.because(kHiddenTiles);
+  if (p.has_mask) draft.because(p.mask_per_key && !has_wide_heads(p) ? kHiddenKeys : kHiddenTiles);
   if (!p.has_block_mask) return;
   const int64_t keys = keys_of(sm90::backward_blocks_shape());
   if (!lists_blocks(p))
-    return explain_idle_lists(draft, {!has_more_than_blocks(p), sm90::kMaxNarrowHeadDim, sm90::kBackwardBlockM, keys});
+    return explain_idle_lists(draft, {beside_blocks(p), true, sm90::kMaxNarrowHeadDim, sm90::kBackwardBlockM, keys});
   draft.because("lists of queries, made from the block mask, drive the loads: blocks of ", p.block_m, " x ", p.block_n,
                 " are made of whole tiles; tiles of keys with the most blocks first");
 }

@@ -113,15 +113,14 @@ sm90::ForwardVariant choose_options_variant(Draft& draft, unsigned features) {
   return sm90::forward_variant({(features & kDropout) != 0, p.has_bias, p.bias_dtype == p.dtype, masked, scales_first});
 }
 
-/// Whether a call has an option that the variant of block masks lacks.
-bool has_more_than_blocks(const Problem& p, unsigned features) {
-  return (features & (kNeedsOptionsVariant & ~kBlockMask)) != 0 ||
-         sm90::scales_first(p.softcap, p.has_alibi, p.softmax_scale);
+/// What a call has, beside a block mask, that the variant of block masks lacks.
+unsigned beside_blocks(unsigned features) {
+  return features & ((kNeedsOptionsVariant & ~kBlockMask) | kSoftcap | kAlibi);
 }
 
 /// Whether the lists of a block mask drive the loads; else visible tiles are looked for among all tiles.
 bool lists_blocks(const Problem& p, unsigned features) {
-  const bool others = has_more_than_blocks(p, features);
+  const bool others = beside_blocks(features) != 0 || !is_normal_scale(p.softmax_scale);
   const bool window = p.window_left >= 0 || p.window_right >= 0;
   return sm90::lists_blocks(
       {p.has_block_mask ? p.block_m : 0, p.block_n, !others && !window, !p.varlen, p.head_dim, p.head_dim_v});
@@ -130,7 +129,7 @@ bool lists_blocks(const Problem& p, unsigned features) {
 void explain_forward_lists(Draft& draft, unsigned features) {
   const sm90::HeadDims widest = *std::rbegin(sm90::kForwardBlocksHeadDims);
   const sm90::ForwardShape shape = sm90::forward_blocks_shape(widest);
-  explain_idle_lists(draft, {!has_more_than_blocks(draft.p, features), widest.qk,
+  explain_idle_lists(draft, {beside_blocks(features), is_normal_scale(draft.p.softmax_scale), widest.qk,
                              int64_t{shape.warpgroups} * sm90::kWarpgroupRows, shape.block_n});
 }
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from benchmarks import builds
 from benchmarks.builds import ClockInTurns, Turns
 from benchmarks.provenance import ROOT
 from benchmarks.report import Record
-from benchmarks.timing import Candidate, CpuClock, Effort, take_turns
+from benchmarks.timing import Candidate, CpuClock, Effort, take_steady_turns
 from tests.build.benchmark_runs import QUICK, record, row
 
 FORWARD = ["forward", *QUICK, "--shapes", "1x33x2x16", "--full"]
@@ -97,19 +100,38 @@ def test_who_has_ended_is_waited_for_no_longer(first_ends: bool) -> None:
         assert sum(word == ("call" if first_ends else "CALL") for word in said) == 4
 
 
-def test_rounds_of_a_benchmark_alternate() -> None:
-    """A warm-up stands directly before the first reading of the same process."""
+def benchmark(rows: int, unsteady: int = -1) -> Work:
+    """A piece of work of so many rows. In one of them readings differ widely."""
 
     def work(turns: Turns, say: Callable[[str], None]) -> None:
+        clock = ClockInTurns(CpuClock(), turns)
         turns.begin_row()
-        say("check")
-        take_turns(ClockInTurns(CpuClock(), turns), {"ours": Candidate(lambda: say("call"))}, Effort(3, 3, 0.0))
+        for number in range(rows):
+            say(f"check{number}")
+            calls = iter(range(100))
+
+            def call(of: Iterator[int] = calls, slow: bool = number == unsteady) -> None:
+                say("call")
+                time.sleep(0.02 * (next(of) % 3) if slow else 0)
+
+            take_steady_turns(clock, {"ours": Candidate(call)}, Effort(3, 3, 0.0))
         turns.begin_row()
 
+    return work
+
+
+def test_rows_of_a_benchmark_alternate() -> None:
+    """A warm-up stands directly before the first reading of the same process; both time a row at the same time, also
+    where one of them finds it unsteady."""
     warm_up_and_estimate = ["call"] * 3
-    assert in_turns(work, work) == [
-        "check", *warm_up_and_estimate, "CHECK", *(word.upper() for word in warm_up_and_estimate), *["call", "CALL"] * 3
-    ]  # fmt: skip
+    of_row = [*warm_up_and_estimate, *(word.upper() for word in warm_up_and_estimate), *["call", "CALL"] * 3]
+    for unsteady in (-1, 0):
+        said = in_turns(benchmark(2, unsteady), benchmark(2))
+        calls = [word for word in said if "check" not in word.lower()]
+        assert len(calls) == 2 * len(of_row)
+        for begin in (0, len(of_row)):
+            found = calls[begin : begin + len(of_row)]
+            assert found in (of_row, [word.swapcase() for word in of_row])
 
 
 def test_the_clock_passes_the_rest_on() -> None:
@@ -169,6 +191,17 @@ def test_a_build_that_fails_ends_the_comparison(tmp_path: Path, capfd: pytest.Ca
     said = capfd.readouterr()
     assert "built for another torch" in said.err and f"before, {broken}, ended with 1" in said.err
     assert "geometric mean" not in said.out and time.monotonic() - began < 60
+
+
+def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builds, "SECONDS_TO_END", 0.2)
+    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    stubborn = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert stubborn.stdout is not None
+    with stubborn.stdout as said:
+        said.readline()
+        builds.stop([stubborn])
+    assert stubborn.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

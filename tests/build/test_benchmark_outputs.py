@@ -249,7 +249,7 @@ def test_options_of_flex_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     forward = ("--directions", "forward")  # it has no backward on a CPU
     assert names_of_options_with("flex", monkeypatch, tmp_path / "run.json", *forward) == {
         "plain", "bias (1, h, q, k)", "bias (1, 1, q, k)", "bias (b, 1, 1, k)", "mask (1, 1, q, k)",
-        "mask (b, 1, 1, k)", "padding (b, 1, 1, k), half of them to none", "softcap",
+        "mask (b, 1, 1, k)", "padding (b, 1, 1, k), up to half", "softcap",
         "ALiBi", "causal", "window 4", "block mask, window 4", "block mask, all blocks",
     }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -294,9 +295,9 @@ IDLE = "the lists of the block mask do not drive the loads: each tile looks up i
     [
         ({"window_right": 0},
          "a window or causal beside it (BlockMask.causal and sliding_window can be part of it, by &)"),
-        ({"softcap": 3.0}, "other options beside it"),
-        ({"dropout_p": 0.5, "varlen": True, "total_q": 900, "total_k": 900},
-         "other options beside it, lengths that lie on the device"),
+        ({"softcap": 3.0}, "other options (softcap)"),
+        ({"dropout_p": 0.5, "has_mask": True, "varlen": True, "total_q": 900, "total_k": 900},
+         "other options (mask dropout), lengths that lie on the device"),
         ({"head_dim": 192, "head_dim_v": 192}, "head dims above 128"),
         ({"block_m": 32}, "blocks of 32 x 128 that are not made of whole tiles of {} x {}"),
         ({"block_n": 32}, "blocks of 128 x 32 that are not made of whole tiles of {} x {}"),
@@ -307,7 +308,31 @@ def test_what_keeps_the_lists_of_a_block_mask_from_driving_loads(
 ) -> None:
     found = hopper_plan(operation=operation, **{**BLOCKS, **fields}).reasons
     tiles = (128, 64) if operation == "forward" else (64, 128)
-    assert [reason for reason in found if "lists" in reason and "block" in reason] == [IDLE + because.format(*tiles)]
+    assert [reason for reason in found if "drive" in reason] == [IDLE + because.format(*tiles)]
+
+
+def test_a_scale_of_0_keeps_lists_from_driving_the_forward() -> None:
+    found = hopper_plan(operation="forward", softmax_scale=0.0, **BLOCKS).reasons
+    assert [reason for reason in found if "drive" in reason] == [IDLE + "softmax_scale 0"]
+
+
+def test_every_call_with_a_block_mask_says_whether_lists_drive_it() -> None:
+    rng = random.Random(3)
+    said = 0
+    for _ in range(2000):
+        fields = {
+            "block_m": rng.choice([32, 64, 128, 256]), "block_n": rng.choice([32, 64, 128, 192]),
+            "window_right": rng.choice([-1, -1, 0]), "softcap": rng.choice([0.0, 0.0, 3.0]),
+            "has_alibi": rng.random() < 0.2, "has_bias": rng.random() < 0.2, "has_mask": rng.random() < 0.2,
+            "dropout_p": rng.choice([0.0, 0.0, 0.3]), "softmax_scale": rng.choice([0.1, 0.1, 0.0, -1.0, 1e-40]),
+            "head_dim": (head_dim := rng.choice([40, 64, 96, 128, 192])), "head_dim_v": rng.choice([head_dim, 64, 192]),
+            "deterministic": rng.random() < 0.1, "varlen": rng.random() < 0.2,
+        }  # fmt: skip
+        found = hopper_plan(operation=rng.choice(["forward", "backward"]), has_block_mask=True, **fields)
+        if found.kernel.startswith("sm90/"):
+            said += 1
+            assert sum("drive the loads" in reason for reason in found.reasons) == 1, fields
+    assert said > 1000
 
 
 @pytest.mark.parametrize("operation", ["forward", "backward"])
@@ -326,5 +351,9 @@ def test_lists_of_a_block_mask_that_drive_loads(operation: str, head_dim: int) -
 @pytest.mark.parametrize("per_key", [False, True])
 def test_hidden_tiles_are_left_out(operation: str, head_dim: int, per_key: bool) -> None:
     found = hopper_plan(operation=operation, head_dim=head_dim, has_mask=True, mask_per_key=per_key).reasons
-    assert found.count("tiles of which the mask hides all pairs are not computed") == 1
-    assert not any("hides all" in reason for reason in hopper_plan(operation=operation, has_bias=True).reasons)
+    of_group = per_key and operation == "backward" and head_dim <= 128  # all heads, which a CTA goes over
+    hidden = "tiles of keys that the mask hides from all heads of a group" if of_group else (
+        "tiles of which the mask hides all pairs"
+    )  # fmt: skip
+    assert [reason for reason in found if "mask hides" in reason] == [f"{hidden} are not computed"]
+    assert not any("mask hides" in reason for reason in hopper_plan(operation=operation, has_bias=True).reasons)

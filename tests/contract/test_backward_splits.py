@@ -190,10 +190,10 @@ def test_dk_and_dv_repeat_bit_for_bit(device: str, dtype: torch.dtype, head_dim:
 def test_dk_and_dv_repeat_a_thousand_times(device: str, dtype: torch.dtype, head_dim: int, heads_kv: int) -> None:
     """Few key heads, whose tiles are split, and more tiles of keys than SMs."""
     batch, heads_kv, seqlen, runs = (1, 2, 150, 10) if device == "cpu" else (2, heads_kv, 1000, 1000)
-    heads_q = max(8, heads_kv)
-    assert_dk_and_dv_repeat(
-        make_call(batch, seqlen, seqlen, heads_q, heads_kv, head_dim, dtype=dtype, device=device), runs
-    )
+    call = make_call(batch, seqlen, seqlen, max(8, heads_kv), heads_kv, head_dim, dtype=dtype, device=device)
+    if device == "cuda":
+        assert (splits_of(call.with_options(causal=True)) > 1) == (heads_kv == 2)
+    assert_dk_and_dv_repeat(call, runs)
 
 
 def assert_dk_and_dv_repeat(call: Call, runs: int) -> None:

@@ -156,9 +156,11 @@ def room_for(num_bytes: int, device: str) -> Iterator[None]:
     if device == "cuda":
         torch.cuda.empty_cache()
     filled = fill_reserved_memory(device)
-    with limited_memory(num_bytes, device):
-        yield
-    filled.clear()
+    try:
+        with limited_memory(num_bytes, device):
+            yield
+    finally:
+        filled.clear()
 
 
 def test_room_counts_what_is_kept(device: str) -> None:

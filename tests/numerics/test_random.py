@@ -135,6 +135,19 @@ def test_many_problems_have_more_keys_than_a_tile() -> None:
     assert sum(long) >= 0.3 * len(long) and sum(tiled) >= 0.1 * len(tiled), (sum(long), sum(tiled))
 
 
+def test_problems_of_groups_share_tiles_of_keys() -> None:
+    shared: list[bool] = []
+
+    def look(data: st.DataObject) -> None:
+        call, _wanted = data.draw(problems.attention_calls("cpu", SCORES, problems.sizes_of_grouped_heads))
+        plan = plan_on_hopper(call)
+        shared.append(plan is not None and plan.schedule.head_splits * plan.schedule.query_splits > 1)
+
+    torch.manual_seed(7)
+    run_problems(look, 200, phases=[Phase.generate], database=None)
+    assert sum(shared) >= 0.3 * len(shared), sum(shared)
+
+
 def plan_on_hopper(call: Call) -> _plan.Plan | None:
     """Of the backward, as if the tensors were on such a GPU; None: there are no kernels for their dtype there."""
     problem = problem_of(call.q, call.k, call.v, "backward", **call.options)
