@@ -151,6 +151,7 @@ def in_place_of_sdpa(peer: Peer) -> Iterator[None]:
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
+        *,
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
@@ -162,6 +163,8 @@ def in_place_of_sdpa(peer: Peer) -> Iterator[None]:
             raise NotImplementedError(f"{peer.title} is not asked for dropout, got dropout_p={dropout_p}")
         if scale is not None and not math.isclose(scale, query.shape[-1] ** -0.5):
             raise NotImplementedError(f"{peer.title} is asked for the usual scale alone, got scale={scale}")
+        if query.shape[1] != key.shape[1] and not enable_gqa:
+            raise NotImplementedError(f"{peer.title} takes groups of heads, SDPA with enable_gqa alone")
         if is_causal and query.shape[2] != key.shape[2]:
             raise NotImplementedError(f"{peer.title} aligns is_causal with the last key, SDPA with the first")
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

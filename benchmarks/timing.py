@@ -174,13 +174,13 @@ class Replay:
 class CudaClock:
     most_repeats = MOST_REPEATS
 
-    def begin(self) -> None:
-        pass
-
     def __init__(self) -> None:
         l2_bytes = torch.cuda.get_device_properties().L2_cache_size
         self._flush = torch.empty(max(2 * l2_bytes, FLUSH_BYTES), dtype=torch.int8, device="cuda")
         self._flushes = 1  # writes of the buffer: more of them leave a slow host more time to launch a call
+
+    def begin(self) -> None:
+        pass
 
     def time(self, candidate: Candidate) -> Reading:
         for _ in range(self._flushes):

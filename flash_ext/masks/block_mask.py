@@ -33,7 +33,6 @@ class BlockMask(DenseBuilders, WindowBuilders, DocumentBuilders, PatternBuilders
         bitmaps: int32 (num_bitmaps, block_m, block_n / 32); bit b of word w is key 32 w + b. Bits of queries and keys
             behind the last ones say nothing.
         seqlen_q, seqlen_k: the lengths it is made for.
-        most_bitmap_blocks: a bound on the blocks with a bitmap, of one batch entry and head; None: all blocks.
 
     Builders do not wait for a GPU, but where they say so: the lists then have room for what there may be, and `offsets`
     say what there is. What is behind that says nothing.
@@ -102,7 +101,7 @@ class BlockMask(DenseBuilders, WindowBuilders, DocumentBuilders, PatternBuilders
 
     def __and__(self, other: BlockMask) -> BlockMask:
         """The intersection of two masks of one shape (batch and heads of 1 broadcast) and block size. The host waits
-        for a GPU where 64 MiB have no room for a bitmap of each block that may have one in both."""
+        for a GPU if both have bitmaps, and lists with room for more blocks than 64 MiB hold bitmaps."""
         return self._combined(other, both)
 
     def __or__(self, other: BlockMask) -> BlockMask:
@@ -121,7 +120,7 @@ class BlockMask(DenseBuilders, WindowBuilders, DocumentBuilders, PatternBuilders
         if self.block_size[0] % 32:
             raise ValueError(f"transpose() wants blocks of a multiple of 32 queries, got block_size {self.block_size}")
         lists = transposed_lists(Lists(*self.tensors), ceil_div(self.seqlen_k, self.block_size[1]))
-        return self._of_lists(lists, self.seqlen_k, self.seqlen_q, self.most_bitmap_blocks)
+        return self._of_lists(lists, self.seqlen_k, self.seqlen_q)
 
     def plot(self, batch: int = 0, head: int = 0) -> str:
         """The blocks as text, for ``print(mask.plot())``. The host waits for the device.
@@ -147,15 +146,10 @@ class BlockMask(DenseBuilders, WindowBuilders, DocumentBuilders, PatternBuilders
         if not isinstance(other, BlockMask):
             return NotImplemented
         self._check_fits(other)
-        first, second = self._as_grid(), other._as_grid()
-        lists = combine(first, second)
-        return self._of_lists(lists, self.seqlen_q, self.seqlen_k, first.most_bitmap_blocks + second.most_bitmap_blocks)
+        return self._of_lists(combine(self._as_grid(), other._as_grid()), self.seqlen_q, self.seqlen_k)
 
     def _as_grid(self) -> GridMask:
-        grid = self._grid()
-        of_head = grid.shape[2] * grid.shape[3]
-        most = of_head if self.most_bitmap_blocks is None else min(self.most_bitmap_blocks, of_head)
-        return GridMask(grid, self.bitmaps, most)
+        return GridMask.of_lists(Lists(*self.tensors), ceil_div(self.seqlen_k, self.block_size[1]))
 
     def _check_fits(self, other: BlockMask) -> None:
         fits = all(a == b or 1 in (a, b) for a, b in zip(self.shape[:2], other.shape[:2], strict=True))

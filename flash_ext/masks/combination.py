@@ -14,6 +14,7 @@ from flash_ext.masks.lists import (
     Lists,
     can_read,
     entries,
+    grid_of_lists,
     lists_of_grid,
     owners,
     running_sum,
@@ -25,7 +26,12 @@ MOST_BITMAP_BYTES = 64 << 20  # room that is worth no wait of the host
 class GridMask(NamedTuple):
     grid: Tensor
     bitmaps: Tensor
-    most_bitmap_blocks: int  # of one batch entry and head
+    room: int  # bound on the blocks with a bitmap, of one batch entry and head; blocks may share one
+
+    @classmethod
+    def of_lists(cls, lists: Lists, columns: int) -> GridMask:
+        grid = grid_of_lists(lists.offsets, lists.indices, lists.bitmap_ids, columns)
+        return cls(grid, lists.bitmaps, min(len(lists.indices), grid.shape[2] * columns))
 
 
 def both(first: GridMask, second: GridMask) -> Lists:
@@ -52,7 +58,7 @@ def _combined(first: GridMask, second: GridMask, combine: Callable[[Tensor, Tens
     behind = torch.where(other_ids >= 0, other_ids + count, other_ids)
     have_both = (ids >= 0) & (other_ids >= 0)
     grid = torch.maximum(ids, behind)
-    room = ids.shape[0] * ids.shape[1] * min(first.most_bitmap_blocks, second.most_bitmap_blocks)
+    room = ids.shape[0] * ids.shape[1] * min(first.room, second.room)
     if not can_read(ids) and room * first.bitmaps[0].nbytes <= MOST_BITMAP_BYTES:
         return _with_a_bitmap_each(first, second, combine, grid, have_both, room)
     pairs, which = torch.unique((ids.long() * other_count + other_ids)[have_both], return_inverse=True)
@@ -74,8 +80,7 @@ def _with_a_bitmap_each(
     starts = running_sum(have_both.reshape(-1))
     block = owners(starts, entries(room, grid))
     made = combine(*(_bitmaps_of(mask, block, grid) for mask in (first, second)))
-    # Clamped, so that whatever a mask says of itself no block names a bitmap that is not there.
-    number = starts[:-1].clamp(max=max(room - 1, 0)).view_as(grid) + (len(first.bitmaps) + len(second.bitmaps))
+    number = starts[:-1].view_as(grid) + (len(first.bitmaps) + len(second.bitmaps))
     return torch.where(have_both, number, grid), torch.cat([first.bitmaps, second.bitmaps, made])
 
 

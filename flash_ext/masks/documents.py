@@ -91,7 +91,7 @@ class DocumentBuilders(Mask):
             else Room(blocks.rows * blocks.columns, blocks.crossed + 4)
         )
         window = Window(right=0 if causal else None)
-        return cls._of_intervals(lists_of_intervals("documents", cu_seqlens, window, 0, blocks, room), blocks)
+        return cls._of_lists(lists_of_intervals("documents", cu_seqlens, window, 0, blocks, room), seqlen, seqlen)
 
     @classmethod
     def prefix_lm(cls, prefix: Tensor, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int] = (128, 128)) -> Self:
@@ -116,7 +116,7 @@ class DocumentBuilders(Mask):
         offset = blocks.seqlen_k - blocks.seqlen_q
         room = Room(len(prefix) * blocks.rows * blocks.columns, blocks.crossed)
         lists = lists_of_intervals("prefix", prefix, Window(right=0), offset, blocks, room)
-        return cls._of_intervals(lists, blocks)
+        return cls._of_lists(lists, blocks.seqlen_q, blocks.seqlen_k)
 
     @classmethod
     def bidirectional_spans(cls, spans: Tensor, seqlen: int, block_size: tuple[int, int] = (128, 128)) -> Self:
@@ -145,7 +145,7 @@ class DocumentBuilders(Mask):
         spans = spans if spans.dim() == 3 else spans[None]
         # Columns that the last query's span ends in, and what lies before that.
         room = Room(len(spans) * blocks.rows * blocks.columns, blocks.crossed + 2)
-        return cls._of_intervals(lists_of_intervals("spans", spans, Window(right=0), 0, blocks, room), blocks)
+        return cls._of_lists(lists_of_intervals("spans", spans, Window(right=0), 0, blocks, room), seqlen, seqlen)
 
 
 def _check_document_ids(ids_q: Tensor, ids_k: Tensor) -> None:

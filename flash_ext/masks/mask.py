@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_ext.argument_checks import as_integer, as_pair, as_size
 from flash_ext.masks.intervals import Blocks
-from flash_ext.masks.lists import Lists, can_read, ceil_div, grid_of_lists
+from flash_ext.masks.lists import Lists, ceil_div, grid_of_lists
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,7 +26,6 @@ class Mask:
     bitmaps: Tensor
     seqlen_q: int
     seqlen_k: int
-    most_bitmap_blocks: int | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -42,14 +41,8 @@ class Mask:
         return self.offsets.shape[0], self.offsets.shape[1], self.seqlen_q, self.seqlen_k
 
     @classmethod
-    def _of_lists(cls, lists: Lists, seqlen_q: int, seqlen_k: int, most_bitmap_blocks: int | None = None) -> Self:
-        return cls(*lists, seqlen_q=seqlen_q, seqlen_k=seqlen_k, most_bitmap_blocks=most_bitmap_blocks)
-
-    @classmethod
-    def _of_intervals(cls, lists: Lists, blocks: Blocks) -> Self:
-        """Of what ``lists_of_intervals`` returns: there, lists that nobody has cut have a bitmap for each block."""
-        most = None if can_read(lists.offsets) else len(lists.bitmaps)
-        return cls._of_lists(lists, blocks.seqlen_q, blocks.seqlen_k, most)
+    def _of_lists(cls, lists: Lists, seqlen_q: int, seqlen_k: int) -> Self:
+        return cls(*lists, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
 
     def _grid(self) -> Tensor:
         """int32 (batch|1, heads_q|1, rows, columns): see ``flash_ext.masks.lists``."""

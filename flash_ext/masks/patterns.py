@@ -12,7 +12,7 @@ from flash_ext.masks.bitmaps import no_bitmaps
 from flash_ext.masks.combination import GridMask, both
 from flash_ext.masks.dense import lists_of_blocks
 from flash_ext.masks.intervals import Blocks
-from flash_ext.masks.lists import HIDDEN, Lists, grid_of_lists
+from flash_ext.masks.lists import HIDDEN, Lists
 from flash_ext.masks.mask import Mask, as_blocks
 from flash_ext.masks.windows import lists_of_causal
 
@@ -183,7 +183,7 @@ class PatternBuilders(Mask):
 def _causal_part(seen: Tensor, blocks: Blocks) -> Lists:
     """Lists of the blocks with the causal mask applied."""
     causal = lists_of_causal(blocks, seen.device)
-    diagonal = GridMask(grid_of_lists(*causal[:3], blocks.columns), causal.bitmaps, blocks.rows * blocks.columns)
+    diagonal = GridMask.of_lists(causal, blocks.columns)
     return both(diagonal, GridMask(seen.int() + HIDDEN, no_bitmaps((blocks.block_m, blocks.block_n), seen), 0))
 
 

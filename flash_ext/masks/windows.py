@@ -87,7 +87,7 @@ class WindowBuilders(Mask):
         to_left = left if 0 <= left < most else None
         to_right = 0 if causal else right if 0 <= right < most else None
         window = Window(to_left, to_right, num_global, causal)
-        return cls._of_intervals(lists_of_window(window, offset, blocks, device), blocks)
+        return cls._of_lists(lists_of_window(window, offset, blocks, device), blocks.seqlen_q, blocks.seqlen_k)
 
 
 def lists_of_causal(blocks: Blocks, device: torch.device | str) -> Lists:

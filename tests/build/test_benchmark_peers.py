@@ -199,6 +199,15 @@ def test_what_it_would_compute_otherwise_raises(options: dict[str, Any]) -> None
             F.scaled_dot_product_attention(q, k, k, **options)
 
 
+def test_groups_of_heads_need_the_word_that_torch_needs() -> None:
+    q, k = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16)
+    with models.in_place_of_sdpa(peers.ours()):
+        grouped = F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+        torch.testing.assert_close(grouped, oracle_of(q, k.repeat_interleave(2, 1)))
+        with pytest.raises(NotImplementedError, match="SDPA with enable_gqa alone"):
+            F.scaled_dot_product_attention(q, k, k)
+
+
 def test_a_model_that_keeps_torchs_function_is_not_timed() -> None:
     q = torch.randn(1, 2, 3, 16)
     torchs_own = F.scaled_dot_product_attention

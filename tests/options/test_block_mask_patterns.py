@@ -333,6 +333,18 @@ def test_what_is_made_of_lists_with_room(device: str, most_bytes: int, monkeypat
             assert_shows(first | second, first.to_dense() | second.to_dense())
 
 
+def test_blocks_that_share_a_bitmap_are_combined(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of blocks in which documents meet has many blocks with the same bits, which are stored once."""
+    lists_as_on_a_gpu(monkeypatch)
+    ends = ([300, 850, 1370, 1800], [290, 800, 1300, 1800])
+    first, second = (BlockMask.documents(int32([0, *of_mask], device), 1800, (512, 32)) for of_mask in ends)
+    assert all(int((mask.bitmap_ids[: mask.num_blocks] >= 0).sum()) > len(mask.bitmaps) for mask in (first, second))
+    visible = first.to_dense(), second.to_dense()
+    assert_shows(first & second, visible[0] & visible[1])
+    assert_shows(first | second, visible[0] | visible[1])
+    assert_shows((first | second) & second, visible[1])
+
+
 def test_there_is_room_for_what_there_is(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And for a band not much more."""
     lists_as_on_a_gpu(monkeypatch)
