@@ -14,6 +14,12 @@ __device__ __forceinline__ void bulk_load(uint32_t s_target, const void* g_sourc
       : "memory");
 }
 
+/// Copies from shared to global memory. A bulk_commit() must follow.
+__device__ __forceinline__ void bulk_store(float* g_target, uint32_t s_source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(g_target), "r"(s_source), "r"(bytes)
+               : "memory");
+}
+
 /// Adds floats to global memory, each one atomically. A bulk_commit() must follow.
 __device__ __forceinline__ void bulk_reduce_add(float* g_target, uint32_t s_source, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(g_target),

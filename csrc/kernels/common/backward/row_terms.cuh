@@ -1,6 +1,6 @@
 // Row terms, computed before the main kernel of the backward: D = rowsum(dO * O) - dlse, and lse in the unit of scores.
 // From these, dsink = -sum exp(sink - lse) D. The kernel also zeroes counters of the main kernel, and the sums of dQ
-// that the main kernel does not zero itself (dq_zeroing.cuh).
+// that the main kernel neither zeroes itself (dq_zeroing.cuh) nor stores in a first turn (turns.cuh).
 #pragma once
 
 #include <algorithm>
@@ -181,7 +181,7 @@ __device__ __forceinline__ void look_at_queries(const BackwardParams& p, const S
 /// memory busy.
 constexpr int kRowsAtOnce = 4;
 
-/// Writes the row terms of a tile of a head, and zeroes its sums of dQ unless the main kernel does, by a CTA of
+/// Writes the row terms of a tile of a head, and zeroes its sums of dQ unless the main kernel sets them, by a CTA of
 /// kRowTermThreads. kDqInPlanes: see zero_dq_row().
 template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false, bool kDqInPlanes = false>
 __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace,
@@ -210,7 +210,10 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
   const bool sink_takes_all = p.sink && static_cast<const float*>(p.sink)[head] == INFINITY;
   const int lane = threadIdx.x % kLanes, columns = p.grad_out.data ? static_cast<int>(p.head_dim_v) : 0;
   const int key_head = key_head_of_all(p.heads_kv, batch, sequence.head_kv);
-  const bool zeroes = workspace.dq && !workspace.zeroing.covers(key_head);
+  const bool is_stored_first =
+      workspace.first_turns_store &&
+      sequence.keys_begin(first) < sequence.keys_end(min(first + kBlockM, sequence.seqlen_q) - 1);
+  const bool zeroes = workspace.dq && !workspace.zeroing.covers(key_head) && !is_stored_first;
   if (workspace.dq && tile_of_cta == 0 && threadIdx.x == 0)
     workspace.zeroing.zeroed_parts[key_head] = workspace.completion.finished_warps[key_head] = 0;
   bool all_finite = true, large = false;

@@ -100,7 +100,8 @@ struct BackwardWorkspace {
   // D, dS, dQ and dK are stored divided by this factor of dropout's kept weights, so that one product gives dP - D. It
   // is 1 without dropout, and where nothing is kept.
   float keep_scale = 1.0f;
-  TileNumbers row_tiles;  // numbers of query tiles, for the kernels before and after the main one
+  bool first_turns_store = false;  // the first addition to a tile of dQ overwrites it: nobody zeroes the tile
+  TileNumbers row_tiles;           // numbers of query tiles, for the kernels before and after the main one
   int64_t bytes = 0;
 
   BackwardWorkspace(const BackwardParams& p, int block_m, int block_n, int head_dim, void* memory,
@@ -137,6 +138,10 @@ struct BackwardWorkspace {
     static_cast<DqZeroingOrder&>(zeroing) = dq_zeroing_order(main_order, at_once, reserved);
     completion.warps_of_head = static_cast<int32_t>(main_order.key_tiles) * tile_warps;
   }
+
+  /// Lets the first turn at a tile of dQ overwrite it. For kernels in which every key tile that a query tile sees adds
+  /// to it in its turn.
+  void let_first_turns_store() { first_turns_store = turns != nullptr; }
 
   static bool takes_turns(const BackwardParams& p) { return p.deterministic && p.dq.data && p.seqlen_q > 0; }
 

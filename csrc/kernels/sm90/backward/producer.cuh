@@ -218,7 +218,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   /// Adds the panel that was staged last, if there is one, to memory.
   __device__ __forceinline__ void send() {
     if (!g_target_) return;
-    Base::DqSlice::send(g_target_, s_source_, lane_);
+    Base::DqSlice::send(g_target_, s_source_, lane_, Config::kDqSliceBytes, stores_);
   }
   /// Waits for this warp's turn at a tile, before its first panel is sent. The turn of the step before, whose last
   /// panel was sent half a step ago, ends first.
@@ -228,6 +228,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     const int turn = work_tile_.turn(step.tile);
     turns_.advance(workspace_.turns, slot_of(step), turn, lane_);
     turns_.wait(workspace_.turns, turn);
+    stores_ = turn == 0 && workspace_.first_turns_store;
   }
   /// Passes the turns of a CTA whose keys are hidden from all queries: it has no steps, but CTAs behind it wait for its
   /// turns. Each lane passes every 32nd turn, each of another query tile or head, and waits for no other lane.
@@ -257,6 +258,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   const int first_row_, batch_;
   const int64_t first_tile_;  // of head 0 in the workspace
   RingCount<Config::kDsStages> at_;
+  bool stores_ = false;        // whether panels of the tile whose turn has come overwrite memory
   float* g_target_ = nullptr;  // where the panel that was staged last goes
   uint32_t s_source_ = 0;
   DqTurns<DqAdditions::kBulk> turns_;

@@ -101,7 +101,7 @@ class BackwardPersistentTurnsDq : BackwardPersistentDq<Config> {
     arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
     DqSlice::stage(s_slice, sum, lane_);
     turns_.wait(workspace_.turns, turn);
-    DqSlice::send(g_target, s_slice, lane_);
+    DqSlice::send(g_target, s_slice, lane_, Config::kDqSliceBytes, turn == 0 && workspace_.first_turns_store);
   }
 
   Walk ahead_;  // over what is loaded next

@@ -16,6 +16,7 @@ template <class Element_, int kHeadDim_, TurnTaking kTurns_ = TurnTaking::kNever
 struct BackwardWideConfig {
   using Element = Element_;
   static constexpr bool kHasOptions = false, kZeroesDq = kTurns_ == TurnTaking::kNever;
+  static constexpr bool kFirstTurnsStore = false;  // a fence waits longer for stores: 2 % slower
   static constexpr bool kListsBlocks = false, kPersistent = false, kAnchored = false, kHasTails = false;
   static constexpr TurnTaking kTurns = kTurns_;
   static constexpr int kHeadDim = kHeadDim_;

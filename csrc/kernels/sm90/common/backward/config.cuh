@@ -50,8 +50,9 @@ struct BackwardNarrowConfig {
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
   static constexpr int kCluster = 1;  // CTAs that share kBlockN keys
   static constexpr int kLoadedKeys = kBlockN;
-  static constexpr int kDqHeadDim = kHeadDim;  // of dQ in the workspace
-  static constexpr bool kZeroesDq = false;     // whether the main kernel zeroes sums of dQ (dq_zeroing.cuh)
+  static constexpr int kDqHeadDim = kHeadDim;     // of dQ in the workspace
+  static constexpr bool kFirstTurnsStore = true;  // whether the first addition to a tile of dQ may overwrite it
+  static constexpr bool kZeroesDq = false;        // whether the main kernel zeroes sums of dQ (dq_zeroing.cuh)
 
   static constexpr int kKeyBytes = tile_bytes(kBlockN, kHeadDim);                  // K, V
   static constexpr int kQueryBytes = tile_bytes(kBlockM, kHeadDim);                // a stage of Q or dO

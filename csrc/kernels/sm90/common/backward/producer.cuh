@@ -57,13 +57,17 @@ struct BackwardDqSlice {
     for (int n = 0; n < Config::kBlockM / 8; ++n)
       store_shared(s_lane + n * 512, float4{sum[n][0], sum[n][1], sum[n][2], sum[n][3]});
   }
-  /// Adds the slot's contents to memory, at g_target.
+  /// Adds the slot's contents to memory, at g_target, or stores them there.
   __device__ __forceinline__ static void send(float* g_target, uint32_t s_slot, int lane,
-                                              int bytes = Config::kDqSliceBytes) {
+                                              int bytes = Config::kDqSliceBytes, bool stores = false) {
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) {
-      ptx::bulk_reduce_add(g_target, s_slot, bytes);
+      if (stores) {
+        ptx::bulk_store(g_target, s_slot, bytes);
+      } else {
+        ptx::bulk_reduce_add(g_target, s_slot, bytes);
+      }
       ptx::bulk_commit();
     }
     __syncwarp();
