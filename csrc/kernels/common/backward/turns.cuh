@@ -44,21 +44,27 @@ struct QueryTileOrder {
 /// How a warp adds to dQ. kBulk: the warp waits for its bulk reductions (ptx::bulk_wait). L2, which all SMs share, has
 /// then carried them out, so additions of later turns come after them. PTX also asks for fence.acq_rel.gpu, which is
 /// slow: it waits for all accesses on their way to L2. GPUs of compute capability 9.0 give the same order without it.
-/// kOfRegisters: no other instruction waits for reductions of registers, so they keep the fence.
+/// kOfRegisters: no other instruction waits for reductions of registers, so they keep the fence, one for two turns.
 enum class DqAdditions { kBulk, kOfRegisters };
 
 /// The turns of a warp, one after the other. advance() ends the warp's current turn and reads whether its next one has
-/// come; wait() waits until it has. Called while a product runs, advance() hides the time that both take. Whole warps
-/// call these functions: ptxas must see that their lanes take the same branches, or it separates the lanes around every
-/// product of the loop.
+/// come; wait() waits until it has. Called while a product runs, advance() hides the time that both take. With a fence,
+/// every other turn ends one call later, so that two share it. Whole warps call these functions: ptxas must see that
+/// their lanes take the same branches, or it separates the lanes around every product of the loop.
 template <DqAdditions kAdditions>
 class DqTurns {
  public:
-  /// Publishes the last addition, if any, and reads whether the next one may begin. `counters`: those of the workspace;
-  /// `slot`: the index of one of them.
+  /// Publishes the last additions, if it is their time, and reads whether the next one may begin. `counters`: those of
+  /// the workspace; `slot`: the index of one of them.
   __device__ __forceinline__ void advance(int32_t* counters, int slot, int turn, int lane) {
-    const int32_t count = ptx::load_relaxed(counters + slot);
-    publish(counters, lane);
+    const bool waits = kFences && slot_ >= 0 && before_ < 0;  // for the fence of the next turn
+    // What publish() fences acquires the count.
+    const int32_t count = waits ? count_of(counters + slot) : ptx::load_relaxed(counters + slot);
+    if (waits) {
+      before_ = slot_;
+    } else {
+      publish(counters, lane);
+    }
     slot_ = slot;
     has_come_ = __all_sync(~0u, count >= turn);
   }
@@ -76,7 +82,7 @@ class DqTurns {
     ptx::add_relaxed(counters + slot, 1);
     return true;
   }
-  /// Publishes the last addition, if any.
+  /// Publishes the last additions, if any.
   __device__ __forceinline__ void end(int32_t* counters, int lane) {
     publish(counters, lane);
     slot_ = -1;
@@ -89,14 +95,17 @@ class DqTurns {
     return kFences ? ptx::load_acquire(counter) : ptx::load_relaxed(counter);
   }
   /// One fence releases the addition and acquires the count that has been read.
-  __device__ __forceinline__ void publish(int32_t* counters, int lane) const {
+  __device__ __forceinline__ void publish(int32_t* counters, int lane) {
     if (!kFences) ptx::bulk_wait();
     __syncwarp();
     if (kFences) ptx::fence_acquire_release();
+    if (kFences && before_ >= 0 && lane == 0) ptx::add_relaxed(counters + before_, 1);
     if (slot_ >= 0 && lane == 0) ptx::add_relaxed(counters + slot_, 1);
+    before_ = -1;
   }
 
-  int slot_ = -1;  // of the turn that has not ended
+  int before_ = -1;  // of the turn before that, if it has not ended either
+  int slot_ = -1;    // of the turn that has not ended
   bool has_come_ = false;
 };
 
