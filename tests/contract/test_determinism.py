@@ -108,6 +108,17 @@ def test_more_tiles_of_keys_than_ctas_run_at_a_time(device: str, group: int, mas
     assert_repeatable(make_call(1, seqlen, seqlen, group * heads_kv, heads_kv, 64, dtype=BF16, device=device, **mask))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_queries_that_see_no_key(device: str, head_dim: int) -> None:
+    """Their dq is 0, though nobody adds to it, and whatever the call before has left in scratch memory."""
+    seqlen_q, seqlen_k = (90, 40) if device == "cpu" else (900, 300)
+    call = make_call(2, seqlen_q, seqlen_k, 4, 2, head_dim, dtype=BF16, device=device, deterministic=True)
+    run_library(call.with_random_gradients(), ("q", "k", "v"))
+    call = call.with_options(causal=True).with_random_gradients()
+    result = assert_matches_oracle(call, ("q", "k", "v"))
+    assert (result["dq"][:, : seqlen_q - seqlen_k] == 0).all()
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("inputs", ["q", "k", "v", "kv"], ids=str)
 def test_some_gradients_alone(device: str, head_dim: int, inputs: str) -> None:
