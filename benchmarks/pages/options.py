@@ -17,6 +17,11 @@ def costs(label: str, direction: str, file: str = "h200_options.json") -> list[s
     return [f"{row['figures']['% cost']:.0f}" for row in sorted(rows, key=lambda row: int(row["problem"]["head_dim"]))]
 
 
+def deterministic_costs() -> list[str]:
+    labels = ("", ", causal", ", 4 query heads a key head", ", varlen, uneven")
+    return [cost for label in labels for cost in costs(f"deterministic{label}", "backward")]
+
+
 def plain_of_all_gpus() -> list[str]:
     """The time of a plain call of the kernels for all GPUs over that of Hopper's, head_dim 64 and 128."""
     own, hopper = (
