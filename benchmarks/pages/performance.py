@@ -64,7 +64,8 @@ FIGURES: tuple[Table | Sentence, ...] = (
     Sentence(PERFORMANCE, rf"`return_max_logit` adds {PAIR} % to the forward", lambda: costs("max_logit", "forward")),
     Sentence(
         PERFORMANCE,
-        rf"`deterministic` adds {PAIR} %, under a causal mask {PAIR}, with grouped heads {PAIR}, in packed sequences {PAIR}",
+        rf"`deterministic` adds {PAIR} %, under a causal mask {PAIR}, with grouped heads {PAIR}, in packed sequences"
+        rf" {PAIR}",
         deterministic_costs,
     ),
     Table(PERFORMANCE, "\nMasks that hide pairs", option_cells("h200_options.json")),

@@ -196,7 +196,8 @@ BackwardSchedulePlan plan_backward_schedule(const Problem& problem, const Backwa
   const KeyTileCounts keys(problem, tiles);
   const SplitChoice choice(problem, tiles, keys);
   KeyTileSchedule schedule;
-  if (tiles.in_sections) schedule.section_heads = section_heads(problem, choice.slots(), keys.of_sequence);
+  if (!tiles.last_keys_first(problem))
+    schedule.section_heads = section_heads(problem, choice.slots(), keys.of_sequence);
   if (tiles.splits) schedule = choice.best(schedule);
   return {schedule, explain ? reason_of(choice, tiles, keys, schedule) : ""};
 }

@@ -14,15 +14,14 @@ namespace flash_ext::plan {
 /// load.
 struct BackwardTiles {
   int64_t block_m, block_n, head_dim;
-  double step;              // cycles of a step: a query tile of a head
-  double cta;               // cycles of a CTA in addition to its steps
-  int64_t cluster = 1;      // CTAs of a cluster
-  bool in_sections = true;  // key tiles of the heads of a section stand side by side
-  bool splits = true;       // a key tile may be split
+  double step;                        // cycles of a step: a query tile of a head
+  double cta;                         // cycles of a CTA in addition to its steps
+  int64_t cluster = 1;                // CTAs of a cluster
+  bool turns_from_last_keys = false;  // deterministic additions to dQ begin with the last keys
+  bool splits = true;                 // a key tile may be split
 
-  /// Whether the order begins with the last key tiles. In kernels without sections, the turns of deterministic
-  /// additions to dQ begin with the last keys.
-  bool last_keys_first(const Problem& problem) const { return problem.deterministic && !in_sections; }
+  /// Whether the order begins with the last key tiles of all heads, without sections.
+  bool last_keys_first(const Problem& problem) const { return problem.deterministic && turns_from_last_keys; }
 
   double slot_bytes() const { return static_cast<double>(2 * block_n * head_dim * 4); }
   double cta_of_split() const;

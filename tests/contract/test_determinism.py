@@ -110,13 +110,21 @@ def test_more_tiles_of_keys_than_ctas_run_at_a_time(device: str, group: int, mas
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_queries_that_see_no_key(device: str, head_dim: int) -> None:
-    """Their dq is 0, though nobody adds to it, and whatever the call before has left in scratch memory."""
+    """The first, the last or those of a packed sequence without keys. Nobody adds to their dq, and the call before has
+    left its own in scratch memory."""
     seqlen_q, seqlen_k = (90, 40) if device == "cpu" else (900, 300)
     call = make_call(2, seqlen_q, seqlen_k, 4, 2, head_dim, dtype=BF16, device=device, deterministic=True)
     run_library(call.with_random_gradients(), ("q", "k", "v"))
     call = call.with_options(causal=True).with_random_gradients()
     result = assert_matches_oracle(call, ("q", "k", "v"))
     assert (result["dq"][:, : seqlen_q - seqlen_k] == 0).all()
+    call = call.with_options(causal=False, window_size=(20, 0), top_left=True).with_random_gradients()
+    result = assert_matches_oracle(call, ("q", "k", "v"))
+    assert (result["dq"][:, seqlen_k + 20 :] == 0).all()
+    lengths = ([seqlen_q, 7, seqlen_q], [seqlen_k, 0, 0])
+    call = make_varlen_call(*lengths, device, head_dim=head_dim, heads_q=4, heads_kv=2, dtype=BF16, deterministic=True)
+    result = assert_matches_oracle(call.with_random_gradients(), ("q", "k", "v"))
+    assert (result["dq"][seqlen_q:] == 0).all()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -29,11 +29,12 @@ __device__ __forceinline__ void bulk_reduce_add(float* g_target, uint32_t s_sour
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-/// Orders this thread's bulk reductions, which reach memory another way, and its other accesses to global memory: what
-/// it wrote or saw there before its later reductions, and reductions that are over before what it does later.
+/// Orders this thread's bulk stores and reductions, which reach memory another way, and its other accesses to global
+/// memory: what it wrote or saw there before its later bulk operations, and those that are over before what it does
+/// later.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-/// Waits until this thread's groups are done: memory has what they added.
+/// Waits until this thread's groups are done: memory has what they stored or added.
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 /// Waits until this thread's groups, except the last kPending, have read their sources.

@@ -41,27 +41,28 @@ struct QueryTileOrder {
   __device__ __forceinline__ bool takes_turns() const { return stride < 0; }
 };
 
-/// How a warp adds to dQ. kBulk: the warp waits for its bulk reductions (ptx::bulk_wait). L2, which all SMs share, has
-/// then carried them out, so additions of later turns come after them. PTX also asks for fence.acq_rel.gpu, which is
-/// slow: it waits for all accesses on their way to L2. GPUs of compute capability 9.0 give the same order without it.
-/// kOfRegisters: no other instruction waits for reductions of registers, so they keep the fence, one for two turns.
+/// How a warp adds to dQ. kBulk: the warp waits for its bulk stores and reductions (ptx::bulk_wait). L2, which all SMs
+/// share, has then carried them out, so additions of later turns come after them. PTX also asks for fence.acq_rel.gpu,
+/// which is slow: it waits for all accesses on their way to L2. GPUs of compute capability 9.0 give the same order
+/// without it. kOfRegisters: no other instruction waits for reductions of registers, so they keep the fence, one for
+/// two turns.
 enum class DqAdditions { kBulk, kOfRegisters };
 
-/// The turns of a warp, one after the other. advance() ends the warp's current turn and reads whether its next one has
-/// come; wait() waits until it has. Called while a product runs, advance() hides the time that both take. With a fence,
-/// every other turn ends one call later, so that two share it. Whole warps call these functions: ptxas must see that
-/// their lanes take the same branches, or it separates the lanes around every product of the loop.
+/// The turns of a warp, one after the other. advance() publishes the additions made so far, with a fence those of two
+/// turns at once, and reads whether the warp's next turn has come; wait() waits until it has. Called while a product
+/// runs, advance() hides the time that both take. Whole warps call these functions: ptxas must see that their lanes
+/// take the same branches, or it separates the lanes around every product of the loop.
 template <DqAdditions kAdditions>
 class DqTurns {
  public:
-  /// Publishes the last additions, if it is their time, and reads whether the next one may begin. `counters`: those of
+  /// Publishes the last additions, or postpones that, and reads whether the next one may begin. `counters`: those of
   /// the workspace; `slot`: the index of one of them.
   __device__ __forceinline__ void advance(int32_t* counters, int slot, int turn, int lane) {
-    const bool waits = kFences && slot_ >= 0 && before_ < 0;  // for the fence of the next turn
-    // What publish() fences acquires the count.
-    const int32_t count = waits ? count_of(counters + slot) : ptx::load_relaxed(counters + slot);
-    if (waits) {
-      before_ = slot_;
+    const bool postpones = kFences && slot_ >= 0 && postponed_slot_ < 0;
+    // Without publish()'s fence the load itself must acquire.
+    const int32_t count = postpones ? count_of(counters + slot) : ptx::load_relaxed(counters + slot);
+    if (postpones) {
+      postponed_slot_ = slot_;
     } else {
       publish(counters, lane);
     }
@@ -94,18 +95,18 @@ class DqTurns {
   __device__ __forceinline__ static int32_t count_of(const int32_t* counter) {
     return kFences ? ptx::load_acquire(counter) : ptx::load_relaxed(counter);
   }
-  /// One fence releases the addition and acquires the count that has been read.
+  /// One fence releases the additions and acquires the count that has been read.
   __device__ __forceinline__ void publish(int32_t* counters, int lane) {
     if (!kFences) ptx::bulk_wait();
     __syncwarp();
     if (kFences) ptx::fence_acquire_release();
-    if (kFences && before_ >= 0 && lane == 0) ptx::add_relaxed(counters + before_, 1);
+    if (kFences && postponed_slot_ >= 0 && lane == 0) ptx::add_relaxed(counters + postponed_slot_, 1);
     if (slot_ >= 0 && lane == 0) ptx::add_relaxed(counters + slot_, 1);
-    before_ = -1;
+    postponed_slot_ = -1;
   }
 
-  int before_ = -1;  // of the turn before that, if it has not ended either
-  int slot_ = -1;    // of the turn that has not ended
+  int slot_ = -1;            // of the last turn, which has not been published
+  int postponed_slot_ = -1;  // of the turn before it, if that has not been published either
   bool has_come_ = false;
 };
 

@@ -139,9 +139,9 @@ struct BackwardWorkspace {
     completion.warps_of_head = static_cast<int32_t>(main_order.key_tiles) * tile_warps;
   }
 
-  /// Lets the first turn at a tile of dQ overwrite it. For kernels in which every key tile that a query tile sees adds
-  /// to it in its turn.
-  void let_first_turns_store() { first_turns_store = turns != nullptr; }
+  /// Lets the first turn at a tile of dQ overwrite it, in kernels where every key tile that a query tile sees adds to
+  /// it. Key tiles that a mask or bias hides do not: they pass their turns.
+  void let_first_turns_store(const BackwardParams& p) { first_turns_store = turns && !hides_pairs(p); }
 
   static bool takes_turns(const BackwardParams& p) { return p.deterministic && p.dq.data && p.seqlen_q > 0; }
 

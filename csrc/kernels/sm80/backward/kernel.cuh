@@ -36,9 +36,10 @@
 
 namespace flash_ext::sm80 {
 
-/// CTAs of a head run side by side, so that its queries stay in L2; under a causal mask the first keys, which the most
-/// queries see, come first. With a work list, its order holds. Deterministic: CTAs take numbers when they start, and
-/// the last keys of a head have the first number, so that a CTA waits only for CTAs that run.
+/// CTAs of a head run side by side, so that its queries stay in L2, under a causal mask those of a section of heads;
+/// the first keys, which the most queries see, then come first. With a work list, its order holds. Deterministic: CTAs
+/// take numbers when they start, and the last keys of a head have the first number, so that a CTA waits only for CTAs
+/// that run.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace workspace,

@@ -139,7 +139,7 @@ struct BackwardPersistentMemory {
         schedule(p, Config::kBlockN, Config::kHeadDim, false, static_cast<char*>(memory) + workspace.bytes),
         bytes(workspace.bytes + schedule.bytes) {
     table = take_table<Config>(memory, bytes, schedule.positions());
-    workspace.let_first_turns_store();
+    if (Config::kFirstTurnsStore) workspace.let_first_turns_store(p);
     if (!Config::kZeroesDq || schedule.listing.listed) return;
     const int64_t num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
     // No warps count themselves: in this kernel that slows down long sequences by 4 to 8 %.

@@ -19,7 +19,7 @@ struct BackwardMemory {
       : workspace(p, Config::kBlockM, Config::kBlockN, Config::kDqHeadDim, memory),
         schedule(p, Config::kBlockN, Config::kHeadDim, false, static_cast<char*>(memory) + workspace.bytes),
         bytes(workspace.bytes + schedule.bytes) {
-    if (Config::kFirstTurnsStore && !hides_pairs(p)) workspace.let_first_turns_store();
+    if (Config::kFirstTurnsStore) workspace.let_first_turns_store(p);
     if (!Config::kZeroesDq || schedule.listing.listed) return;
     const int64_t num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
     workspace.leave_dq_to_main_kernel(p, schedule.order, Config::kCluster * kWarpgroupWarps, num_sms / Config::kCluster,
