@@ -105,7 +105,7 @@ class DqTurns {
     postponed_slot_ = -1;
   }
 
-  int slot_ = -1;            // of the last turn, which has not been published
+  int slot_ = -1;            // of the latest turn, which has not been published
   int postponed_slot_ = -1;  // of the turn before it, if that has not been published either
   bool has_come_ = false;
 };
