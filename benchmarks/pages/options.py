@@ -18,6 +18,7 @@ def costs(label: str, direction: str, file: str = "h200_options.json") -> list[s
 
 
 def deterministic_costs() -> list[str]:
+    """The same of the rows with `deterministic`: full, causal, with grouped heads, in packed sequences."""
     labels = ("", ", causal", ", 4 query heads a key head", ", varlen, uneven")
     return [cost for label in labels for cost in costs(f"deterministic{label}", "backward")]
 

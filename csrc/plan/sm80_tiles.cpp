@@ -193,7 +193,9 @@ BackwardTiles sm80_backward_tiles(const Problem& p) {
   const sm80::BackwardShape shape = sm80::backward_shape(head_dim, is_float(p), backward_tiling(p, head_dim));
   // mma.sync has about half of the rate of wgmma, and in float a fifth of that.
   const double step = static_cast<double>(shape.block_m * shape.block_n * head_dim) / (is_float(p) ? 25 : 128);
-  return {shape.block_m, shape.block_n, head_dim, step, 10000, 1, true};
+  BackwardTiles tiles = {shape.block_m, shape.block_n, head_dim, step, 10000};
+  tiles.turns_from_last_keys = true;
+  return tiles;
 }
 
 }  // namespace flash_ext::plan
