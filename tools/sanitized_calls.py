@@ -172,14 +172,18 @@ def wild_calls() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def decode_calls() -> Iterator[tuple[str, Callable[[], object]]]:
-    for dtype, dims, queries, pages in itertools.product(DTYPES, HEAD_DIMS, (1, 5, 70, 140), (None, 16)):
+    lengths = ((1, 500), (5, 500), (70, 500), (140, 500), (150, 613))  # the last: Hopper's tiles for many keys
+    for dtype, dims, (queries, keys), pages in itertools.product(DTYPES, HEAD_DIMS, lengths, (None, 16)):
 
-        def run(dtype: torch.dtype = dtype, dims: tuple[int, int] = dims, n: int = queries, pages: Any = pages) -> None:
+        def run(
+            dtype: torch.dtype = dtype, dims: tuple[int, int] = dims, n: int = queries, keys: int = keys,
+            pages: Any = pages,
+        ) -> None:  # fmt: skip
             call = make_decode(
-                2, n, 500, 8, 2, *dims, seqlen_new=2, dtype=dtype, device="cuda", window_right=0,
-                cache_seqlens=int32([498, 3], "cuda"), sink=scores(8),
+                2, n, keys, 8, 2, *dims, seqlen_new=2, dtype=dtype, device="cuda", window_right=0,
+                cache_seqlens=int32([keys - 2, 3], "cuda"), sink=scores(8),
             )  # fmt: skip
-            angles = torch.rand(600, 8, device="cuda")
+            angles = torch.rand(700, 8, device="cuda")
             call.options |= {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
             call = call if pages is None else paged(call, pages)
             for num_splits, batch_invariant in ((0, False), (1, False), (4, False), (0, True)):

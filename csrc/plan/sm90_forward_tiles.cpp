@@ -57,13 +57,11 @@ sm90::ForwardShape few_queries_shape(Draft& draft, const sm90::HeadDims& dims) {
 
 /// Chooses by the cost of a warpgroup's query tile. It is counted in keys: the keys that the warpgroup visits, and the
 /// latency of the first and the last step. Both factors were measured on an H200 at 512 to 16384 keys.
-sm90::ForwardShape choose_forward_shape(Draft& draft, const sm90::HeadDims& dims) {
+sm90::ForwardShape many_or_few_keys_shape(Draft& draft, const sm90::HeadDims& dims) {
   constexpr double kEndTiles = 1.25;  // latency of the first and the last step, in tiles
   const Problem& p = draft.p;
   const sm90::ForwardShape many = sm90::forward_shape(dims, sm90::ForwardTiles::kManyKeys);
   const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardTiles::kFewKeys);
-  if (has_score_options(p)) return many;
-  if (has_few_queries(p, dims, many)) return few_queries_shape(draft, dims);
   if (!sm90::has_tiles(dims, sm90::ForwardTiles::kFewKeys)) return many;
   const double many_keys = keys_visited(p, many.block_n), few_keys = keys_visited(p, few.block_n);
   const bool fewer =
@@ -73,6 +71,13 @@ sm90::ForwardShape choose_forward_shape(Draft& draft, const sm90::HeadDims& dims
                 " and ", many_keys, " in tiles of ", many.block_n,
                 "; few cost more each, but less at both ends of a sequence");
   return chosen;
+}
+
+sm90::ForwardShape choose_forward_shape(Draft& draft, const sm90::HeadDims& dims) {
+  const sm90::ForwardShape many = sm90::forward_shape(dims, sm90::ForwardTiles::kManyKeys);
+  if (has_score_options(draft.p)) return many;
+  if (has_few_queries(draft.p, dims, many)) return few_queries_shape(draft, dims);
+  return many_or_few_keys_shape(draft, dims);
 }
 
 constexpr unsigned kNeedsOptionsVariant = kBias | kMask | kBlockMask | kDropout;
@@ -230,8 +235,8 @@ void choose_sm90_forward_tiles(Draft& draft) {
 void choose_sm90_cache_tiles(Draft& draft) {
   const Problem& p = draft.p;
   const sm90::HeadDims dims = sm90::first_that_serves(sm90::kForwardCacheHeadDims, p.head_dim, p.head_dim_v);
-  const sm90::ForwardShape shape = sm90::forward_cache_shape(dims);
   draft.take_variant(name_of(sm90::ForwardVariant::kCache));
+  const sm90::ForwardShape shape = many_or_few_keys_shape(draft, dims);
   if (p.paged)
     draft.because("pages of ", p.page_size, " rows: TMA copies ", sm90::rows_of_copy(shape.block_n, p.page_size),
                   " at a time");

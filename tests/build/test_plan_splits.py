@@ -136,18 +136,36 @@ def test_chunks_of_prompts_that_hopper_leaves_to_the_kernels_for_all_gpus(fields
 
 
 def test_chunks_of_prompts_over_a_cache_on_hopper() -> None:
-    """Tiles of 64 keys, which copies of pages fill, and few query tiles share their keys among CTAs."""
+    """Few query tiles share their keys among CTAs."""
     for fields in ({}, {"has_leftpad": True}, {"paged": True, "page_size": 8}, {"paged": True, "page_size": 256}):
         found = cuda_decode_plan(seqlen_q=512, seqlen_k=32768, varlen=True, **fields)
-        assert (found.kernel, found.block_n) == ("sm90/forward", 64)
+        assert found.kernel == "sm90/forward"
         assert found.variant == "a cache, contiguous or paged"
         assert found.key_splits.tiles > 0
-    copies = {8: 8, 16: 16, 24: 8, 64: 64, 96: 32, 256: 64}
-    for page_size, rows in copies.items():
-        reasons = cuda_decode_plan(seqlen_q=512, paged=True, page_size=page_size).reasons
-        assert f"pages of {page_size} rows: TMA copies {rows} at a time" in reasons
     assert cuda_decode_plan(seqlen_q=512, num_splits=1).key_splits.tiles == 0
     assert cuda_decode_plan(seqlen_q=512, total_q=1024, varlen=True, batch=2).key_splits.tiles == 0
+
+
+@pytest.mark.parametrize("paged", [{}, {"paged": True, "page_size": 16}], ids=["contiguous", "paged"])
+def test_tiles_of_long_caches_have_as_many_keys_as_those_of_tensors(paged: dict[str, Any]) -> None:
+    for head_dim, long_cache in ((64, 64), (96, 80), (128, 80), (256, 80)):
+        fields = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": 512, "varlen": True, **paged}
+        assert cuda_decode_plan(seqlen_k=32768, **fields).block_n == long_cache, head_dim
+        assert cuda_decode_plan(seqlen_k=512, **fields).block_n == 64, head_dim
+
+
+def test_pages_fill_tiles_by_copies_of_their_common_rows() -> None:
+    for page_size, in_long_cache, in_short_cache in (
+        (8, 8, 8),
+        (16, 16, 16),
+        (24, 8, 8),
+        (64, 16, 64),
+        (96, 16, 32),
+        (256, 16, 64),
+    ):
+        for seqlen_k, rows in ((32768, in_long_cache), (512, in_short_cache)):
+            found = cuda_decode_plan(seqlen_q=512, seqlen_k=seqlen_k, paged=True, page_size=page_size)
+            assert f"pages of {page_size} rows: TMA copies {rows} at a time" in found.reasons
 
 
 def test_few_packed_chunks_of_prompts_on_hopper() -> None:

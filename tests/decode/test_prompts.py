@@ -47,10 +47,13 @@ def assert_kernel(call: Decode, kernel: str) -> None:
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_caches_and_pages(device: str, dtype: torch.dtype, head_dim: int, page_size: int | None) -> None:
+@pytest.mark.parametrize("capacity", [512, 613], ids=["tiles of 64 keys", "tiles of 80 where there are any"])
+def test_caches_and_pages(device: str, dtype: torch.dtype, capacity: int, head_dim: int, page_size: int | None) -> None:
     """Lengths that end within a tile, behind no key at all, and at the cache's end; unused rows hold NaN."""
-    lengths = int32([613, 0, 258, 31], device)
-    call = make_decode(4, 150, 613, 6, 2, head_dim, device=device, dtype=dtype, cache_seqlens=lengths, window_right=0)
+    lengths = int32([capacity, 0, 258, 31], device)
+    call = make_decode(
+        4, 150, capacity, 6, 2, head_dim, device=device, dtype=dtype, cache_seqlens=lengths, window_right=0
+    )
     assert_prompt_matches(in_pages(call, page_size))
 
 

@@ -29,10 +29,9 @@ struct ForwardConfig {
   static constexpr bool kKeepsMaxLogit = kVariant == ForwardVariant::kMaxLogit;
   // A work tile may have only a part of its keys (split_kv.cuh). Other variants have no registers for that at 256.
   static constexpr bool kSplitsKv = kVariant == ForwardVariant::kPlain || kReadsCache || kKeepsMaxLogit;
-  static constexpr ForwardShape kShape = kListsBlocks  ? forward_blocks_shape({kHeadDim, kHeadDimV})
-                                         : kVisible    ? forward_options_shape({kHeadDim, kHeadDimV}, kVariant)
-                                         : kReadsCache ? forward_cache_shape({kHeadDim, kHeadDimV})
-                                                       : forward_shape({kHeadDim, kHeadDimV}, kTiling);
+  static constexpr ForwardShape kShape = kListsBlocks ? forward_blocks_shape({kHeadDim, kHeadDimV})
+                                         : kVisible   ? forward_options_shape({kHeadDim, kHeadDimV}, kVariant)
+                                                      : forward_shape({kHeadDim, kHeadDimV}, kTiling);
   static constexpr int kWarpgroups = kShape.warpgroups;  // of consumers
   static constexpr int kBlockM = kWarpgroups * kWarpgroupRows;
   static constexpr int kBlockN = kShape.block_n;

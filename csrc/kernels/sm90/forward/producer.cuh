@@ -348,7 +348,7 @@ class ForwardProducer {
   __device__ __forceinline__ void load_keys(const CUtensorMap& map, uint32_t s_barrier, uint32_t s_tile, int row,
                                             const Sequence& s, const Tiles& tiles) const {
     if constexpr (Config::kReadsCache) {
-      load_copies<kCount>(map, s_barrier, s_tile, row, s.head_kv, tiles);
+      load_copies<kCount>(map, s_barrier, s_tile, row, tiles);
     } else {
       load<kCount>(map, s_barrier, s_tile, Config::kBlockN, row, s.head_kv, s.batch, tiles.packed());
     }
@@ -357,15 +357,15 @@ class ForwardProducer {
   /// Loads kCount panels of a tile of a cache, each lane one copy. `row`: the first row of this lane's copy.
   template <int kCount>
   __device__ __forceinline__ void load_copies(const CUtensorMap& map, uint32_t s_barrier, uint32_t s_tile, int row,
-                                              int head, const Tiles& tiles) const {
+                                              const Tiles& tiles) const {
     if (lane_ == 0) ptx::mbarrier_arrive_expect(s_barrier, kCount * panel_bytes(Config::kBlockN));
     __syncwarp();  // the bytes are expected before copies complete
     if (lane_ >= tiles.copies()) return;
     const uint32_t s_copy = s_tile + lane_ * panel_bytes(tiles.copy_rows());
 #pragma unroll
     for (int panel = 0; panel < kCount; ++panel)
-      ptx::tma_load(s_copy + panel * panel_bytes(Config::kBlockN), &map, s_barrier, panel * kPanelColumns, row, head,
-                    tiles.batch());
+      ptx::tma_load(s_copy + panel * panel_bytes(Config::kBlockN), &map, s_barrier, panel * kPanelColumns, row,
+                    tiles.head(), tiles.batch());
   }
 
   /// Zeroes Inf and NaN of a tile of V. Returns whether this lane found any.

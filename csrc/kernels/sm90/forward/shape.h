@@ -173,17 +173,12 @@ constexpr ForwardShape forward_blocks_shape(const HeadDims& dims) {
   return {2, 64, 5, 5, false, 232, 40};
 }
 
-/// The shape of the variant of caches: 64 keys, so that copies of common pages (16, 64, 128, 256 rows) fill a tile.
-constexpr ForwardShape forward_cache_shape(const HeadDims& dims) {
-  return forward_shape(dims, dims.qk == 64 ? ForwardTiles::kManyKeys : ForwardTiles::kFewKeys);
-}
-
-/// Rows of a page that TMA copies at a time: a power of two that divides pages and tiles. Swizzled tiles are made of
-/// eight rows.
+/// Rows of a page that TMA copies at a time: the largest power of two that divides pages and tiles. Swizzled tiles are
+/// made of eight rows.
 constexpr int kFewestRowsOfCopy = 8;
 constexpr int rows_of_copy(int block_n, int64_t page_size) {
-  const int64_t power = page_size & -page_size;
-  return static_cast<int>(power < block_n ? power : block_n);
+  const int64_t common = page_size | block_n;
+  return static_cast<int>(common & -common);
 }
 
 /// What decides whether the variant of block masks serves a call.

@@ -93,14 +93,19 @@ bool launch_tiles(const ForwardCall& call) {
   return false;
 }
 
+template <class Element, int kHeadDim, int kHeadDimV, ForwardVariant kVariant>
+void run_many_or_few_keys(const ForwardCall& call) {
+  if (launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewKeys, kVariant>(call)) return;
+  if (!launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kManyKeys, kVariant>(call))
+    fail("sm90/forward has no tiles of the shape that was planned");
+}
+
 template <class Element, int kHeadDim, int kHeadDimV>
 void run_range(const ForwardCall& call) {
   if (has_score_options(call.p.softcap, call.p.alibi_slopes != nullptr, call.p.softmax_scale))
     return launch_range<ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kScoreOptions>>(call);
   if (launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewQueries>(call)) return;
-  if (launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewKeys>(call)) return;
-  if (!launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kManyKeys>(call))
-    fail("sm90/forward has no tiles of the shape that was planned");
+  run_many_or_few_keys<Element, kHeadDim, kHeadDimV, ForwardVariant::kPlain>(call);
 }
 
 template <class Element, int kHeadDim>
@@ -128,15 +133,9 @@ void run_forward(const ForwardCall& call) {
   } else if constexpr (kFamily == ForwardFamily::kVisible) {
     run_options<Element, kHeadDim>(call);
   } else if constexpr (kFamily == ForwardFamily::kCache) {
-    using Config = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kCache>;
-    if (call.p.block_m != Config::kBlockM || call.block_n != Config::kBlockN)
-      fail("sm90/forward has no tiles of the shape that was planned for a cache");
-    launch_range<Config>(call);
+    run_many_or_few_keys<Element, kHeadDim, kHeadDimV, ForwardVariant::kCache>(call);
   } else if constexpr (kFamily == ForwardFamily::kMaxLogit) {
-    constexpr ForwardVariant kVariant = ForwardVariant::kMaxLogit;
-    if (launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewKeys, kVariant>(call)) return;
-    if (!launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kManyKeys, kVariant>(call))
-      fail("sm90/forward has no tiles of the shape that was planned with max_logit");
+    run_many_or_few_keys<Element, kHeadDim, kHeadDimV, ForwardVariant::kMaxLogit>(call);
   } else {
     run_range<Element, kHeadDim, kHeadDimV>(call);
   }
