@@ -1,5 +1,5 @@
 // The producer warps: warp 0 loads K and V, warp 1 loads Q and stores out, warp 2 sanitises V where Inf and NaN may be
-// hidden from some rows, and loads V where a cache has small pages.
+// hidden from some rows, and may load V.
 #pragma once
 
 #include "arguments.cuh"
@@ -20,6 +20,7 @@ class ForwardProducer {
                                    std::conditional_t<Config::kReadsCache, CacheTiles<Config>, RangeTiles<Config>>>;
   static constexpr int kPanels = panels(Config::kHeadDim);
   static constexpr int kValuePanels = panels(Config::kHeadDimV);
+  static constexpr bool kMayLoadValuesApart = Config::kReadsCache || Config::kLoadsValuesApart;
 
   __device__ __forceinline__ ForwardProducer(const ForwardArguments<Config>& arguments, Storage& storage, char* tiles,
                                              int lane)
@@ -130,7 +131,7 @@ class ForwardProducer {
                              row, s, tiles);
         }
         k_at.advance();
-        if constexpr (Config::kReadsCache) {
+        if constexpr (kMayLoadValuesApart) {
           if (loads_values_apart()) {
             __syncwarp();
             continue;
@@ -163,8 +164,8 @@ class ForwardProducer {
   /// Warp 2: removes Inf and NaN from V where they may be hidden: a hidden weight is 0, and 0 * Inf is NaN. It waits
   /// for and releases every tile, also tiles that it does not sanitise: parities repeat every second phase.
   __device__ __forceinline__ void run_values() {
-    if constexpr (Config::kReadsCache)
-      if (loads_values_apart()) return run_values_of_pages();
+    if constexpr (kMayLoadValuesApart)
+      if (loads_values_apart()) return load_values();
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kValueStages> at;
     OutSlots slots;
@@ -186,23 +187,33 @@ class ForwardProducer {
     }
   }
 
-  /// Whether warp 2 loads V: a tile of small pages takes so many copies that one warp does not start them all in time.
-  __device__ __forceinline__ bool loads_values_apart() const { return call_.copies > 1; }
+  /// Whether warp 2 loads V. A tile of pages takes so many copies that one warp does not start all of K and V in time.
+  __device__ __forceinline__ bool loads_values_apart() const {
+    if constexpr (Config::kReadsCache) {
+      return Config::kLoadsValuesApart || call_.copies > 1;
+    } else {
+      return Config::kLoadsValuesApart;
+    }
+  }
 
-  /// Warp 2, where it also loads V. When it has finished a tile, it arrives at v_empty as in run_values().
-  __device__ __forceinline__ void run_values_of_pages() {
+  /// Warp 2, where it also loads V. When it has started a tile's copies, it arrives at v_empty as in run_values().
+  __device__ __forceinline__ void load_values() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kValueStages> at;
     OutSlots slots;
+    bool is_first = true;  // as in run_keys()
     while (WorkTile* const work_tile = queue.front()) {
       Tiles tiles = tiles_of(*work_tile);
       const int begin = work_tile->tiles.begin;
       for (int rank = work_tile->tiles.end - 1; rank >= begin; --rank, at.advance()) {
         const int tile = tiles.take(rank).tile;
         const bool sanitised = work_tile->is_sanitised(tile);
+        if (Config::kValuesWait && is_first) wait_for_queries(*work_tile);
+        is_first = false;
         wait_for_stage(storage_.v_empty, storage_.out_left_values, at, slots);
-        load_keys<kValuePanels>(maps_.v, address((sanitised ? storage_.v_raw : storage_.v_full)[at.stage()]),
-                                s_v_ + at.stage() * Config::kValueBytes, tiles.row(tile), work_tile->sequence, tiles);
+        if (lane_ == 0 || Config::kReadsCache)
+          load_keys<kValuePanels>(maps_.v, address((sanitised ? storage_.v_raw : storage_.v_full)[at.stage()]),
+                                  s_v_ + at.stage() * Config::kValueBytes, tiles.row(tile), work_tile->sequence, tiles);
         __syncwarp();
         if (sanitised) sanitise_tile(*work_tile, tile, at.stage());
         __syncwarp();
