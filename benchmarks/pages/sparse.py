@@ -10,6 +10,7 @@ from benchmarks.pages.places import PERFORMANCE
 from benchmarks.pages.records import geometric_mean, record_of
 
 SPARSE = "h200_sparse.json"
+OTHER_BLOCKS, A_QUARTER = "random blocks of ", ", 25 %"
 
 
 def sparse_lines() -> list[str]:
@@ -17,6 +18,8 @@ def sparse_lines() -> list[str]:
     record = record_of(SPARSE)
     tables = list(dict.fromkeys(row.table for row in record.rows))
     masks = list(dict.fromkeys(row.label for row in record.rows))
+    others = [mask for mask in masks if mask.startswith(OTHER_BLOCKS) and mask.endswith(A_QUARTER)]
+    masks = [mask for mask in masks if mask not in others]
     lines = [
         "Efficiency of block masks, 128 x 128: the density of the mask times the dense call's time over the masked",
         "call's, in per cent. 100 says that hidden blocks cost nothing. Behind it the time of FlexAttention, compiled,",
@@ -27,7 +30,23 @@ def sparse_lines() -> list[str]:
         line_of(["", *masks, "FlexAttention"]),
         line_of(["---"] * (len(masks) + 2)),
     ]
-    return lines + [line_of([title, *cells_of_table(record, title, masks)]) for title in tables]
+    lines += [line_of([title, *cells_of_table(record, title, masks)]) for title in tables]
+    return lines + lines_of_other_blocks(record, others)
+
+
+def lines_of_other_blocks(record: report.Record, masks: Sequence[str]) -> list[str]:
+    """The efficiencies of random blocks that are not of 128 x 128, a line for each shape and direction."""
+    tables = dict.fromkeys(row.table for row in record.rows if row.label in masks)
+    if not tables:
+        return []
+    lines = ["", "Random blocks of other sizes, a quarter of them visible, in per cent:", ""]
+    for table in tables:
+        efficiencies = cells_of_table(record, table, masks)[:-1]
+        of_sizes = zip(
+            (mask.removeprefix(OTHER_BLOCKS).removesuffix(A_QUARTER) for mask in masks), efficiencies, strict=True
+        )
+        lines.append(f"- {table}: {'; '.join(f'{size}: {efficiency}' for size, efficiency in of_sizes)}")
+    return lines
 
 
 def window_beside_flex() -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from benchmarks import report
 from benchmarks.pages.figures import Section, command_of, line_of
@@ -12,15 +13,16 @@ from benchmarks.pages.training import is_training_row
 
 DIRECTIONS = ("forward", "backward")
 SHOWN_SEQLENS = (512, 2048, 16384)  # of those that are recorded; the others count in the means alone
+OF_ZEROS = " Inputs of zeros take little power, so the clock stays high."
 TITLES = {"flash_ext": "flash-ext", "fa3": "FlashAttention-3", "cudnn": "cuDNN", "fa2": "FA2"}
 
 
-def file_of(direction: str) -> str | None:
-    """A record of loops alone, else the one of bursts if it has loops too."""
-    for file in (f"h200_{direction}_sustained.json", f"h200_{direction}.json"):
-        if recorded(file) and rows_of_file(file):
-            return file
-    return None
+def files_of(direction: str) -> list[str]:
+    """A record of loops alone, else the one of bursts if it has loops too; and one of loops over zeros."""
+    names = [f"h200_{direction}_sustained.json", f"h200_{direction}.json"]
+    found = [file for file in names if recorded(file) and rows_of_file(file)][:1]
+    zeros = f"h200_{direction}_sustained_zeros.json"
+    return [*found, zeros] if recorded(zeros) else found
 
 
 def rows_of_file(file: str) -> list[report.Row]:
@@ -28,14 +30,13 @@ def rows_of_file(file: str) -> list[report.Row]:
 
 
 def is_sustained() -> bool:
-    return any(file_of(direction) for direction in DIRECTIONS)
+    return any(files_of(direction) for direction in DIRECTIONS)
 
 
 def sustained_lines() -> list[str]:
     """Of each direction, head dim and mask: TFLOP/s, the best peer's time over ours, and ours in % of bursts."""
-    files = {direction: file for direction in DIRECTIONS if (file := file_of(direction))}
-    rows = {direction: rows_of_file(file) for direction, file in files.items()}
-    everything = [row for of_direction in rows.values() for row in of_direction]
+    rows = {file: rows_of_file(file) for direction in DIRECTIONS for file in files_of(direction)}
+    everything = [row for of_file in rows.values() for row in of_file]
     names = [name for name in FOUR if any(name in row.sustained for row in everything)]
     found = {row.problem["seqlen"] for row in everything}
     seqlens = [n for n in SHOWN_SEQLENS if n in found] or sorted(found)
@@ -43,19 +44,29 @@ def sustained_lines() -> list[str]:
         "Each call is repeated without pause, alone: power and temperature limit the clock, and inputs may stay in L2.",
         f"TFLOP/s of {' / '.join(TITLES[name] for name in names)}; the time of the fastest peer over flash-ext's, as a",
         "geometric mean and in the worst row of all lengths; and the part of their speed in bursts, in the same run,",
-        "that calls of flash-ext keep.",
-        *(f"By `{command_of(record_of(file))}`, in `benchmarks/results/{file}`." for file in files.values()),
+        f"that calls of flash-ext keep.{OF_ZEROS if any(row.problem.get('zeros') for row in everything) else ''}",
+        *(f"By `{command_of(record_of(file))}`, in `benchmarks/results/{file}`." for file in rows),
         "",
         line_of(["", *map(str, seqlens), "/ best peer", "% of bursts"]),
         line_of(["---"] * (len(seqlens) + 3)),
     ]
-    for direction, of_direction in rows.items():
-        for head_dim, causal in dict.fromkeys((r.problem["head_dim"], r.problem["causal"]) for r in of_direction):
-            shape = {"head_dim": head_dim, "causal": causal}
-            of_line = [row for row in of_direction if shape.items() <= row.problem.items()]
-            title = f"{direction}, {head_dim} {'causal' if causal else 'full'}"
-            lines.append(line_of([title, *cells_of_rows(of_line, seqlens, names)]))
+    for of_file in rows.values():
+        for of_line in rows_of_lines(of_file):
+            lines.append(line_of([title_of(of_line[0].problem), *cells_of_rows(of_line, seqlens, names)]))
     return lines
+
+
+def rows_of_lines(rows: Sequence[report.Row]) -> list[list[report.Row]]:
+    """Those that differ in their length alone make a line."""
+    lines: dict[tuple[int, bool], list[report.Row]] = {}
+    for row in rows:
+        lines.setdefault((row.problem["head_dim"], row.problem["causal"]), []).append(row)
+    return list(lines.values())
+
+
+def title_of(problem: Mapping[str, Any]) -> str:
+    mask, zeros = "causal" if problem["causal"] else "full", ", zeros" if problem.get("zeros") else ""
+    return f"{problem['direction']}, {problem['head_dim']} {mask}{zeros}"
 
 
 def cells_of_rows(rows: Sequence[report.Row], seqlens: Sequence[int], names: Sequence[str]) -> list[str]:

@@ -13,6 +13,8 @@ from benchmarks.pages.places import PERFORMANCE
 from benchmarks.pages.sparse import SPARSE, SPARSE_SECTION
 from tests.build.benchmark_runs import record
 
+SIZES = {"64 x 64": 0.52, "256 x 128": 0.81}
+
 
 def masked(label: str, efficiency: float, flex: float | None) -> report.Row:
     times = {"flash_ext": 1.0} | ({} if flex is None else {"flex": flex})
@@ -32,3 +34,15 @@ def test_the_section_comes_with_its_record(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "\n| | 10 % | 50 % | window | FlexAttention |\n" in written
     assert "\n| forward, bfloat16, 1 x 512 x 2 x 64 | 65 | 80 | 90 | 3.00 (2.00) |\n" in written
     assert "\nBy `python -m benchmarks sparse --rounds 12`,\n" in written
+
+
+def test_blocks_of_other_sizes_have_lines_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = (records.ROOT / PERFORMANCE).read_text()
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    others = [masked(f"random blocks of {size}, 25 %", efficiency, None) for size, efficiency in SIZES.items()]
+    kept = record(masked("10 %", 0.654, 2.0), *others, benchmark="sparse")
+    kept.provenance["command"] = "python -m benchmarks sparse --json h200_sparse.json"
+    kept.write(tmp_path / SPARSE)
+    written = SPARSE_SECTION.apply(page)
+    assert "\n| | 10 % | FlexAttention |\n" in written
+    assert "\n- forward, bfloat16, 1 x 512 x 2 x 64: 64 x 64: 52; 256 x 128: 81\n" in written

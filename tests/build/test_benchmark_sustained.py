@@ -91,6 +91,23 @@ def test_a_record_of_loops_alone_comes_first(monkeypatch: pytest.MonkeyPatch, tm
     text = SUSTAINED_SECTION.apply(page)
     assert "`benchmarks/results/h200_backward_sustained.json`" in text
     assert "| backward, 128 causal | 200 / 100 | 2.00 (2.00) | 33 |" in text
+    assert "zeros" not in text.partition(SUSTAINED_SECTION.before)[0].partition(SUSTAINED_SECTION.behind)[2]
+
+
+def test_loops_over_zeros_stand_beside_those_over_random_numbers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    times = {OURS: 1.0, "fa3": 2.0}
+    loops = training_row(512, times, {OURS: 2.0, "fa3": 4.0}, direction="backward")
+    zeros = training_row(512, times, {OURS: 1.0, "fa3": 1.5}, direction="backward")
+    zeros.problem["zeros"] = True
+    write(tmp_path, "h200_backward_sustained.json", loops)
+    write(tmp_path, "h200_backward_sustained_zeros.json", zeros)
+    text = SUSTAINED_SECTION.apply((records.ROOT / PERFORMANCE).read_text())
+    assert "| backward, 128 causal | 300 / 150 | 2.00 (2.00) | 50 |" in text
+    assert "| backward, 128 causal, zeros | 600 / 400 | 1.50 (1.50) | 100 |" in text
+    assert "`benchmarks/results/h200_backward_sustained_zeros.json`" in text and "so the clock stays high" in text
 
 
 def training_row(
