@@ -39,13 +39,20 @@ def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     flash_ext.activate()
     if options.flash_attn:
-        flash_ext.as_flash_attn()
+        _take_names(options.force)
     try:
         program, *rest = options.program
         _run(program, rest, options.module)
     finally:
         if options.report and os.environ.get("RANK", "0") == "0":
             print(describe_calls(), file=sys.stderr)
+
+
+def _take_names(force: bool) -> None:
+    try:
+        flash_ext.as_flash_attn(force=force)
+    except RuntimeError as error:
+        sys.exit(f"{error} (here: --flash-attn --force)")
 
 
 def describe_calls() -> str:
@@ -74,6 +81,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="the modules flash_attn and flash_attn_interface are flash_ext's too (as_flash_attn())",
     )
+    parser.add_argument("--force", action="store_true", help="--flash-attn, also where FlashAttention is installed")
     parser.add_argument("--report", action="store_true", help="print, at the end, how many calls were computed here")
     parser.add_argument(
         "program",
@@ -82,6 +90,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="a file, a folder or archive with __main__.py, or a module; then its own arguments",
     )
     options = parser.parse_args(arguments)
+    if options.force and not options.flash_attn:
+        parser.error("argument --force: only with --flash-attn")
     if not options.module and not Path(options.program[0]).exists():
         parser.error(f"argument PROGRAM: there is no {options.program[0]}; a module's name comes after -m")
     return options

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 
-from benchmarks.pages.records import NAMES, find, rows_of
+from benchmarks.pages.records import NAMES, find, record_of, rows_of
 
 
 def decode_rows() -> list[str]:
@@ -13,6 +14,12 @@ def decode_rows() -> list[str]:
     by_peer = {peer: sum(peer in row["measured"] for row in rows) for peer in ("fa3", "fa2", "cudnn")}
     assert by_peer["fa3"] == len(rows) and by_peer["fa2"] == by_peer["cudnn"]
     return [str(len(rows)), str(by_peer["fa2"])]
+
+
+def decodes_lost_to_cudnn() -> list[str]:
+    """In how many of how many rows it takes less time, and how much less at most: in per cent, rounded up."""
+    ratios = [row.ratios()["cudnn"] for row in record_of("h200_decode.json").rows if "cudnn" in row.measured]
+    return [str(sum(ratio < 1 for ratio in ratios)), str(len(ratios)), str(math.ceil(100 * (1 - min(ratios))))]
 
 
 def decode_cells(header: list[str], line: list[str]) -> list[str]:

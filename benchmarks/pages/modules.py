@@ -32,11 +32,9 @@ def module_cells(header: list[str], line: list[str]) -> list[str]:
     return [line[0], *("" if times is None else f"{times['flash_ext']:.2f} / {times['torch']:.2f}" for times in found)]
 
 
-def readme_module_cells(header: list[str], line: list[str]) -> list[str]:
-    """ms of forward + backward; a header is ours or torch's."""
-    _, *cells = module_cells(["", "forward", "backward"], line)
-    ours, theirs = (" + ".join(times) for times in zip(*(cell.split(" / ") for cell in cells), strict=True))
-    return [line[0], ours, theirs]
+def models_beside_torch() -> list[str]:
+    """The least and the largest of torch's step time over that under ``activate()``, torch's own choice of backend."""
+    return records.bounds([row.ratios()["torch"] for row in record_of("h200_models.json").rows], 2)
 
 
 def encoder_cells(header: list[str], line: list[str]) -> list[str]:

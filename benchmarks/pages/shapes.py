@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from benchmarks import report
 from benchmarks.pages.figures import Section, command_of, line_of
 from benchmarks.pages.places import PERFORMANCE
@@ -32,6 +34,13 @@ def shape_lines() -> list[str]:
         found = [by_direction.get(direction) for direction in ("forward", "backward")]
         lines.append(line_of([title, *(f"{geometric_mean(r):.2f} ({min(r):.2f})" if r else "" for r in found)]))
     return lines
+
+
+def most_behind() -> list[str]:
+    """How much less time FlashAttention-3 and cuDNN take where they are furthest ahead: in per cent, rounded up."""
+    rows = record_of(SHAPES).rows
+    least = (min(row.ratios()[peer] for row in rows if peer in row.measured) for peer in ("fa3", "cudnn"))
+    return [str(math.ceil(100 * (1 - ratio))) for ratio in least]
 
 
 SHAPES_SECTION = Section(PERFORMANCE, "\n## Shapes that users have\n", before="\n## Grouped heads\n", lines=shape_lines)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import flash_ext
 from benchmarks.pages import records
 from benchmarks.pages.all_pages import FIGURES
 from benchmarks.pages.figures import Commands, Gone, Sentence, Table, substituted
@@ -30,7 +32,7 @@ README = (ROOT / "README.md").read_text()
 
 def test_recipes_run() -> None:
     recipes = re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-    assert len(recipes) >= 10
+    assert len(recipes) >= 9
     for way in ("flash_ext.activated()", "attn_implementation=register()", "flash_ext.as_flash_attn()"):
         assert any(way in recipe for recipe in recipes)
     names: dict[str, object] = {}
@@ -38,6 +40,18 @@ def test_recipes_run() -> None:
         recipes = [recipe for recipe in recipes if "import register" not in recipe]
     for recipe in recipes:
         exec(compile(recipe, "README.md", "exec"), names)
+
+
+def test_more_recipes_run() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    names: dict[str, Any] = {"torch": torch, "flash_ext": flash_ext}
+    for recipe in re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL):
+        exec(compile(recipe, "recipes.md", "exec"), names)
+        if "prefix_k" in recipe:  # as prompts that each have a copy of the prefix
+            k, v = (torch.cat([names[f"prefix_{x}"].expand(4, -1, -1, -1), names[x]], dim=1) for x in "kv")
+            out, lse = flash_ext.attention(names["q"], k, v, causal=True, return_lse=True)
+            torch.testing.assert_close((names["out"], names["lse"]), (out, lse))
+    assert names["weights"].shape == (2, 4, 30, 30)
 
 
 # The tensors, and the group of one process, that the recipes of integrations.md speak of.
@@ -90,9 +104,12 @@ def test_encoders_that_gain_little_on_a_cpu() -> None:
     assert f"16 {TIMES} 128 and the ViT gain under 5 % in both dtypes" in text
 
 
-def test_where_a_peer_may_have_the_faster_forward_it_is_by_two_percent() -> None:
-    """The page on performance says how many: by the lower quartile of the ratios, where the record has it."""
-    assert all(ratio >= 0.98 for ratio in contested_forwards().values())
+def test_a_forward_that_a_peer_may_win_is_counted() -> None:
+    """By the lower quartile of the ratios: README and the page on performance say how many there are."""
+    page = " ".join((ROOT / PERFORMANCE).read_text().split())
+    lost = len(contested_forwards())
+    assert f"in {lost} of them a peer may be faster" in page
+    assert f"the fastest in {36 - lost} of 36 training shapes" in README
 
 
 def test_bounds_are_of_all_rows_and_of_the_lower_quartile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -164,7 +181,8 @@ NOT_MEASURED = (
     r"Python ≥ [\d.]+",
     r"torch ≥ [\d.]+",
     r"compute capability ≥ [\d.]+",
-    r"takes a minute without nvcc, \d+ to \d+ on two cores with it \([\d.]+ or later\)",
+    r"nvcc ≥ [\d.]+",
+    r"\d+ to \d+ minutes on two cores",
 )
 FIGURE = re.compile(r"\d+\.\d+|\d+ (?:µs|ms|MiB|MB|%|times|TFLOP/s|TB/s)|\d+ (?:to|/) \d+")
 OF_WORDS = ("Which way in", "What runs where")  # sections whose tables hold no figures

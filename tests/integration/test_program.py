@@ -133,6 +133,16 @@ def test_the_names_of_flash_attn(folder: Path) -> None:
     assert run("--flash-attn", "imports.py", folder=folder).stdout == "flash_ext.flash_attn_interface\n"
 
 
+def test_flash_attention_itself_is_hidden_on_request(folder: Path) -> None:
+    (folder / "flash_attn.py").write_text("def flash_attn_func(): ...")
+    (folder / "imports.py").write_text("import flash_attn\nprint(flash_attn.flash_attn_func.__module__)")
+    refused = run("--flash-attn", "imports.py", folder=folder)
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    assert "flash_attn is installed already" in refused.stderr and "--flash-attn --force" in refused.stderr
+    hidden = run("--flash-attn", "--force", "imports.py", folder=folder)
+    assert hidden.stdout == "flash_ext.flash_attn_interface\n"
+
+
 def test_under_torchrun(folder: Path) -> None:
     program = ATTENTION + "import os, sys\nos.write(1, f'rank {os.environ[\"RANK\"]} of {sys.argv[1]}\\n'.encode())"
     (folder / "ranks.py").write_text(program)
@@ -147,6 +157,7 @@ def test_under_torchrun(folder: Path) -> None:
     [
         ((), "the following arguments are required: PROGRAM"),
         (("missing.py",), "argument PROGRAM: there is no missing.py; a module's name comes after -m"),
+        (("--force", "missing.py"), "argument --force: only with --flash-attn"),
         (("--reports", "missing.py"), "unrecognized arguments: --reports"),
     ],
 )
