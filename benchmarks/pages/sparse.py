@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks import report
 from benchmarks.pages.figures import Section, command_of, line_of
 from benchmarks.pages.places import PERFORMANCE
-from benchmarks.pages.records import geometric_mean, record_of
+from benchmarks.pages.records import TIMES, geometric_mean, record_of
 
 SPARSE = "h200_sparse.json"
 OTHER_BLOCKS, A_QUARTER = "random blocks of ", ", 25 %"
@@ -21,32 +21,36 @@ def sparse_lines() -> list[str]:
     others = [mask for mask in masks if mask.startswith(OTHER_BLOCKS) and mask.endswith(A_QUARTER)]
     masks = [mask for mask in masks if mask not in others]
     lines = [
-        "Efficiency of block masks, 128 x 128: the density of the mask times the dense call's time over the masked",
-        "call's, in per cent. 100 says that hidden blocks cost nothing. Behind it the time of FlexAttention, compiled,",
-        "over flash-ext's with the same blocks, as a geometric mean and in the worst row.",
+        f"Efficiency of block masks, 128 {TIMES} 128: the density of the mask times the dense call's time over the",
+        "masked call's, in per cent. 100 says that hidden blocks cost nothing. Behind it the time of FlexAttention,",
+        "compiled, over flash-ext's with the same blocks, as a geometric mean and in the worst row of the table.",
         f"By `{command_of(record)}`,",
         f"in `benchmarks/results/{SPARSE}`.",
         "",
-        line_of(["", *masks, "FlexAttention"]),
-        line_of(["---"] * (len(masks) + 2)),
+        *table_of(record, tables, masks, masks),
     ]
-    lines += [line_of([title, *cells_of_table(record, title, masks)]) for title in tables]
-    return lines + lines_of_other_blocks(record, others)
+    if not others:
+        return lines
+    sizes = [mask.removeprefix(OTHER_BLOCKS).removesuffix(A_QUARTER) for mask in others]
+    with_others = [row.table for row in record.rows if row.label in others]
+    return [
+        *lines,
+        "",
+        "Random blocks of other sizes, a quarter of them visible; the backward has lists for some of these sizes only",
+        "([which kernel](kernels/block_sparse.md#which-kernel)):",
+        "",
+        *table_of(record, list(dict.fromkeys(with_others)), others, sizes),
+    ]
 
 
-def lines_of_other_blocks(record: report.Record, masks: Sequence[str]) -> list[str]:
-    """The efficiencies of random blocks that are not of 128 x 128, a line for each shape and direction."""
-    tables = dict.fromkeys(row.table for row in record.rows if row.label in masks)
-    if not tables:
-        return []
-    lines = ["", "Random blocks of other sizes, a quarter of them visible, in per cent:", ""]
-    for table in tables:
-        efficiencies = cells_of_table(record, table, masks)[:-1]
-        of_sizes = zip(
-            (mask.removeprefix(OTHER_BLOCKS).removesuffix(A_QUARTER) for mask in masks), efficiencies, strict=True
-        )
-        lines.append(f"- {table}: {'; '.join(f'{size}: {efficiency}' for size, efficiency in of_sizes)}")
-    return lines
+def table_of(record: report.Record, tables: Sequence[str], masks: Sequence[str], titles: Sequence[str]) -> list[str]:
+    lines = [["", *titles, "FlexAttention"], ["---"] * (len(masks) + 2)]
+    lines += [[title, *cells_of_table(record, title, masks)] for title in tables]
+    return [as_printed(line_of(line)) for line in lines]
+
+
+def as_printed(line: str) -> str:
+    return line.replace(" x ", f" {TIMES} ").replace("+-", "\N{PLUS-MINUS SIGN}")
 
 
 def window_beside_flex() -> list[str]:
@@ -60,7 +64,8 @@ def window_beside_flex() -> list[str]:
 def cells_of_table(record: report.Record, table: str, masks: Sequence[str]) -> list[str]:
     rows = {row.label: row for row in record.rows if row.table == table}
     efficiencies = [rows[mask].figures.get("efficiency") if mask in rows else None for mask in masks]
-    ratios = [ratio for row in rows.values() if (ratio := row.ratios().get("flex")) is not None]
+    shown = [rows[mask] for mask in masks if mask in rows]
+    ratios = [ratio for row in shown if (ratio := row.ratios().get("flex")) is not None]
     beside = f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})" if ratios else ""
     return ["" if share is None else f"{100 * share:.0f}" for share in efficiencies] + [beside]
 

@@ -1,4 +1,4 @@
-"""The section of speeds without pause, which is there once somebody recorded them with ``--sustained``."""
+"""The section of sustained speeds, which is there once somebody recorded them with ``--sustained``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.pages.training import is_training_row
 
 DIRECTIONS = ("forward", "backward")
 SHOWN_SEQLENS = (512, 2048, 16384)  # of those that are recorded; the others count in the means alone
-OF_ZEROS = " Inputs of zeros take little power, so the clock stays high."
+OF_ZEROS = "Inputs of zeros take little power, so the clock stays high."
 TITLES = {"flash_ext": "flash-ext", "fa3": "FlashAttention-3", "cudnn": "cuDNN", "fa2": "FA2"}
 
 
@@ -41,10 +41,12 @@ def sustained_lines() -> list[str]:
     found = {row.problem["seqlen"] for row in everything}
     seqlens = [n for n in SHOWN_SEQLENS if n in found] or sorted(found)
     lines = [
-        "Each call is repeated without pause, alone: power and temperature limit the clock, and inputs may stay in L2.",
-        f"TFLOP/s of {' / '.join(TITLES[name] for name in names)}; the time of the fastest peer over flash-ext's, as a",
-        "geometric mean and in the worst row of all lengths; and the part of their speed in bursts, in the same run,",
-        f"that calls of flash-ext keep.{OF_ZEROS if any(row.problem.get('zeros') for row in everything) else ''}",
+        "Each call is repeated for a second without pause: power and temperature limit the clock, and inputs may",
+        "stay in L2. The other tables have pauses between calls (bursts).",
+        f"TFLOP/s of {' / '.join(TITLES[name] for name in names)}; then the time of the fastest peer over",
+        "flash-ext's, as a geometric mean and in the worst row of all lengths; then flash-ext's sustained speed in %",
+        "of its speed in bursts in the same run.",
+        *([OF_ZEROS] if any(row.problem.get("zeros") for row in everything) else []),
         *(f"By `{command_of(record_of(file))}`, in `benchmarks/results/{file}`." for file in rows),
         "",
         line_of(["", *map(str, seqlens), "/ best peer", "% of bursts"]),
@@ -82,6 +84,4 @@ def speeds_of(row: report.Row, names: Sequence[str]) -> str:
     return " / ".join("-" if speed is None else f"{speed:.0f}" for speed in shown)
 
 
-SUSTAINED_SECTION = Section(
-    PERFORMANCE, "\n## Speed without pause\n", before="\n## Grouped heads\n", lines=sustained_lines
-)
+SUSTAINED_SECTION = Section(PERFORMANCE, "\n## Sustained speed\n", before="\n## Grouped heads\n", lines=sustained_lines)
