@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.pages import records
-from benchmarks.pages.records import TIMES, Row, record_of, rows_of
+from benchmarks.pages.records import NAMES, TIMES, Row, record_of, rows_of
 
 
 def is_shown_encoder(problem: Mapping[str, Any]) -> bool:
@@ -44,6 +44,15 @@ def encoder_cells(header: list[str], line: list[str]) -> list[str]:
 
 
 def model_cells(header: list[str], line: list[str]) -> list[str]:
-    (row,) = (row for row in rows_of("h200_models.json") if row["label"] == line[0])
-    times = [row["measured"].get(name) for name in header[1:]]
-    return [line[0], *("" if time is None else f"{time:.1f}" for time in times)]
+    """ms of a step; behind ours the quartiles of its calls."""
+    (row,) = (row for row in record_of("h200_models.json").rows if row.label.replace("x", TIMES) == line[0])
+    times = [
+        None if name not in row.measured else f"{row.measured[name]:.1f}" for name in map(names_in_models, header[1:])
+    ]
+    quartiles = row.spread["flash_ext"]
+    times[0] = f"{times[0]} ({quartiles['lower']:.0f}-{quartiles['upper']:.0f})"
+    return [line[0], *(time or "" for time in times)]
+
+
+def names_in_models(title: str) -> str:
+    return NAMES.get(title.partition(" (")[0], title)

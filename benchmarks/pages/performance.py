@@ -6,8 +6,9 @@ from benchmarks.pages.cpu import cpu_bounds, cpu_cells, cpu_encoder_cells, cpu_s
 from benchmarks.pages.decode import decode_cells, decode_rows, serving_cells
 from benchmarks.pages.figures import NUMBER, PAIR, Sentence, Table
 from benchmarks.pages.host import host_cells, peak_memory
-from benchmarks.pages.modules import encoder_bounds, encoder_cells, model_cells, module_cells
+from benchmarks.pages.modules import encoder_bounds, encoder_cells, model_cells, models_beside_torch, module_cells
 from benchmarks.pages.options import costs, deterministic_costs, option_cells, plain_of_all_gpus
+from benchmarks.pages.origins import ORIGINS_SECTION
 from benchmarks.pages.places import PERFORMANCE
 from benchmarks.pages.records import commit_of_fa3, recorded, software, times_as_fast
 from benchmarks.pages.several_gpus import figures_of_several_gpus
@@ -49,7 +50,7 @@ FIGURES: tuple[Table | Sentence, ...] = (
     Sentence(PERFORMANCE, MEANS, lambda: means("forward"), behind="\n## Forward\n"),
     Sentence(PERFORMANCE, MEANS, lambda: means("backward"), behind="\n## Backward\n"),
     Sentence(PERFORMANCE, r"torch ([\d.]+), cuDNN ([\d.]+), CUDA ([\d.]+)\.", software),
-    Sentence(PERFORMANCE, r"FlashAttention-3 is ([\d.]+), commit (\w+); records", commit_of_fa3),
+    Sentence(PERFORMANCE, r"FlashAttention-3 is ([\d.]+), commit (\w+),", commit_of_fa3),
     Sentence(PERFORMANCE, r"Over its (\d+) rows, of which torch's backends take part in (\d+),", decode_rows),
     Sentence(
         PERFORMANCE,
@@ -90,5 +91,7 @@ FIGURES: tuple[Table | Sentence, ...] = (
     ),
     Sentence(PERFORMANCE, r"AVX-512 and AMX, torch ([\d.]+), by", cpu_software),
     Table(PERFORMANCE, "h200_models.json", model_cells),
+    Sentence(PERFORMANCE, r"at ([\d.]+) to ([\d.]+) times the speed of torch's own choice", models_beside_torch),
     *figures_of_several_gpus(),
+    ORIGINS_SECTION,
 )
