@@ -1,4 +1,4 @@
-"""``python -m benchmarks.cpu``: forward and backward on a CPU beside torch's own, the command of README.md.
+"""``python -m benchmarks.cpu``: forward and backward on a CPU beside torch's own.
 
 The same as ``python -m benchmarks training --device cpu --peers sdpa``, whose arguments it takes.
 """

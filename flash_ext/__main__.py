@@ -138,7 +138,7 @@ def examine(arguments: Sequence[str]) -> int:
     """Prints what the doctor finds; 1 if there are problems."""
     argparse.ArgumentParser(
         prog="python -m flash_ext doctor",
-        description="Says what is installed, which kernels run on which device, and what is wrong, with its mend.",
+        description="Says what is installed, which kernels run on which device, and what is wrong, with its remedy.",
     ).parse_args(arguments)
     diagnosis = flash_ext.doctor()
     print(diagnosis)

@@ -153,6 +153,11 @@ def wild_calls() -> Iterator[tuple[str, Callable[[], object]]]:
             call = paged(call, 16)
             return call.run(block_table=wild(2, 5), cache_seqlens=wild(2), cache_leftpad=wild(2), num_splits=2)
 
+        def prompts(dtype: torch.dtype = dtype) -> None:  # in 16 bits, by Hopper's forward
+            for pages in (16, 24):
+                call = paged(make_decode(2, 150, 1250, head_dim=128, dtype=dtype, device="cuda"), pages)
+                call.run(block_table=wild(2, -(-1250 // pages)), cache_seqlens=wild(2))
+
         def packed_steps(dtype: torch.dtype = dtype) -> None:
             for seqlen_new, pages in itertools.product((0, 2), (0, 16)):
                 lengths = int32([7, 5], "cuda")
@@ -167,13 +172,15 @@ def wild_calls() -> Iterator[tuple[str, Callable[[], object]]]:
                     )  # fmt: skip
 
         yield from (
-            (f"wild {f.__name__} {dtype}", f) for f in (lengths, blocks, weights, max_logit, cache, packed_steps)
+            (f"wild {f.__name__} {dtype}", f)
+            for f in (lengths, blocks, weights, max_logit, cache, prompts, packed_steps)
         )
 
 
 def decode_calls() -> Iterator[tuple[str, Callable[[], object]]]:
-    lengths = ((1, 500), (5, 500), (70, 500), (140, 500), (150, 613))  # the last: Hopper's tiles for many keys
-    for dtype, dims, (queries, keys), pages in itertools.product(DTYPES, HEAD_DIMS, lengths, (None, 16)):
+    lengths = ((1, 500), (5, 500), (70, 500), (140, 500), (150, 1250))  # the last: Hopper's tiles for many keys
+    # Of 24 rows: tiles begin within a page.
+    for dtype, dims, (queries, keys), pages in itertools.product(DTYPES, HEAD_DIMS, lengths, (None, 16, 24)):
 
         def run(
             dtype: torch.dtype = dtype, dims: tuple[int, int] = dims, n: int = queries, keys: int = keys,
@@ -183,14 +190,14 @@ def decode_calls() -> Iterator[tuple[str, Callable[[], object]]]:
                 2, n, keys, 8, 2, *dims, seqlen_new=2, dtype=dtype, device="cuda", window_right=0,
                 cache_seqlens=int32([keys - 2, 3], "cuda"), sink=scores(8),
             )  # fmt: skip
-            angles = torch.rand(700, 8, device="cuda")
+            angles = torch.rand(1300, 8, device="cuda")
             call.options |= {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
             call = call if pages is None else paged(call, pages)
             for num_splits, batch_invariant in ((0, False), (1, False), (4, False), (0, True)):
                 call.run(num_splits=num_splits, batch_invariant=batch_invariant)
             packed_queries(call, [n, 0]).run(num_splits=3)
 
-        yield f"decode {dtype} {dims} queries={queries} pages={pages}", run
+        yield f"decode {dtype} {dims} queries={queries} keys={keys} pages={pages}", run
 
 
 def other_calls() -> Iterator[tuple[str, Callable[[], object]]]:

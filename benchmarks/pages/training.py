@@ -101,7 +101,7 @@ def contested_count() -> list[str]:
 
 
 def forwards_in_readme() -> list[str]:
-    """In how many of how many no peer is faster in three rounds of four."""
+    """In how many of how many flash-ext is faster than every peer in three rounds of four."""
     return [str(TRAINING_ROWS - len(contested_forwards())), str(TRAINING_ROWS)]
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from flash_ext import _plan, planning
 from tests.build.plans import plan
+from tests.decode.test_prompts import MANY_KEYS, PAGE_SIZES
 
 ITEMS, WORKERS, KEYS = (0, 1, 2, 7, 64, 1000), (1, 2, 16, 132), (0, 1, 255, 256, 511, 4096, 2**20)
 
@@ -152,6 +153,15 @@ def test_tiles_of_long_caches_have_as_many_keys_as_those_of_tensors(paged: dict[
         fields = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": 512, "varlen": True, **paged}
         assert cuda_decode_plan(seqlen_k=32768, **fields).block_n == long_cache, head_dim
         assert cuda_decode_plan(seqlen_k=512, **fields).block_n == 64, head_dim
+
+
+def test_the_prompts_that_are_tested_have_wide_tiles_with_any_pages() -> None:
+    sizes = {"batch": 4, "heads_q": 6, "heads_kv": 2, "seqlen_q": 150, "varlen": True, "window_right": 0}
+    for head_dim, page_size in itertools.product((128, 256), PAGE_SIZES):
+        fields = {**sizes, "head_dim": head_dim, "head_dim_v": head_dim, "seqlen_k": MANY_KEYS}
+        if page_size is not None:
+            fields |= {"paged": True, "page_size": page_size, "seqlen_k": -(-MANY_KEYS // page_size) * page_size}
+        assert cuda_decode_plan(**fields).block_n == 80, (head_dim, page_size)
 
 
 def test_pages_fill_tiles_by_copies_of_their_common_rows() -> None:
