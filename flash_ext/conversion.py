@@ -34,7 +34,8 @@ def convert(model: nn.Module, *, report: Callable[[str], object] = print) -> nn.
     does nothing: it is what makes subclasses of ``nn.TransformerEncoderLayer`` call their modules in evaluation too,
     instead of a fused layer of torch's that would bypass them. ``nn.TransformerEncoderLayer`` and
     ``nn.TransformerEncoder`` themselves change their class likewise, for an evaluation without detours
-    (``flash_ext.encoder``). Convert before ``torch.compile``, FSDP and parametrizations.
+    (``flash_ext.encoder``). Convert before ``torch.compile``, FSDP and parametrizations. torch.fx makes one node of a
+    converted module, as of torch's; ``torch.jit.script`` does not take it.
 
     Left alone are subclasses of ``nn.MultiheadAttention`` (theirs may be another forward: among them quantizable ones),
     modules with ``embed_dim / num_heads`` above 256, and what is sharded or parametrized already.

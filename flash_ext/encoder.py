@@ -17,6 +17,7 @@ from torch.overrides import has_torch_function
 
 from flash_ext import packing
 from flash_ext.eager import call
+from flash_ext.fx_leaf import proxy_of_call
 from flash_ext.modules import Linear, MultiheadAttention, is_hooked
 from flash_ext.torch_private import (
     addmm_activation,
@@ -59,6 +60,9 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         """As ``nn.TransformerEncoderLayer.forward``."""
+        if not isinstance(src, Tensor):
+            if (node := proxy_of_call(self, src, src_mask, src_key_padding_mask, is_causal)) is not None:
+                return node
         masked = src_mask is not None or src_key_padding_mask is not None
         if not _can_evaluate(self, src) or (src.is_nested and masked):
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
@@ -89,6 +93,9 @@ class TransformerEncoder(nn.TransformerEncoder):
         is_causal: bool | None = None,
     ) -> Tensor:
         """As ``nn.TransformerEncoder.forward``."""
+        if not isinstance(src, Tensor):
+            if (node := proxy_of_call(self, src, mask, src_key_padding_mask, is_causal)) is not None:
+                return node
         padding = src_key_padding_mask
         if torch.compiler.is_compiling() or mask is not None or (src.is_nested and padding is not None):
             return super().forward(src, mask, padding, is_causal)

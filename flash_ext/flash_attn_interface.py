@@ -193,7 +193,10 @@ def flash_attn_varlen_func(
     if not type(cu_seqlens_q) is type(cu_seqlens_k) is Tensor:
         check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if not type(max_seqlen_q) is type(max_seqlen_k) is int:
-        max_seqlen_q, max_seqlen_k = _integer("max_seqlen_q", max_seqlen_q), _integer("max_seqlen_k", max_seqlen_k)
+        max_seqlen_q, max_seqlen_k = (
+            read_integer("max_seqlen_q", max_seqlen_q),
+            read_integer("max_seqlen_k", max_seqlen_k),
+        )
     options: dict[str, Any] = dict(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -349,7 +352,7 @@ def flash_attn_with_kvcache(
         softcap=softcap,
         rotary_interleaved=rotary_interleaved,
         alibi_slopes=alibi_slopes,
-        num_splits=num_splits if type(num_splits) is int else _integer("num_splits", num_splits),
+        num_splits=num_splits if type(num_splits) is int else read_integer("num_splits", num_splits),
     )
     return (out, lse) if return_softmax_lse else out
 
@@ -365,7 +368,7 @@ def unpack(name: str, packed: Tensor, num_dims: int, count: int) -> tuple[Tensor
     return packed.unbind(-3)
 
 
-def _integer(name: str, value: Any) -> int:
+def read_integer(name: str, value: Any) -> int:
     """An int; of a tensor, the one integer that it holds."""
     if isinstance(value, Tensor):
         check_tensors(**{name: value})
@@ -382,7 +385,7 @@ def read_window(window_size: Any) -> tuple[int, int]:
         check_tensors(window_size=window_size)
         window_size = window_size.tolist()  # one wait for the device, not two
     left, right = as_pair("window_size", "(left, right)", window_size)
-    return _integer("window_size[0]", left), _integer("window_size[1]", right)
+    return read_integer("window_size[0]", left), read_integer("window_size[1]", right)
 
 
 def _check_cu_seqlens_k(cu_seqlens_k: Tensor, cu_seqlens_q: Tensor, max_seqlen_k: int) -> None:

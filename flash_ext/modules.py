@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flash_ext import packing
 from flash_ext.argument_checks import as_flag, as_number, check_optional_tensors, check_tensors
 from flash_ext.functional import attention, attention_weights, draw_rng_state
+from flash_ext.fx_leaf import proxy_of_call
 from flash_ext.head_dims import MAX_HEAD_DIM, cut_head_dim, pad_head_dim
 
 Linear = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
@@ -105,12 +106,15 @@ class MultiheadAttention(nn.MultiheadAttention):
             AssertionError, RuntimeError: as ``nn.MultiheadAttention`` with the same arguments.
             TypeError: a tensor of a class that is not supported, or a flag that is not a bool.
         """
+        if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+            options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            if (node := proxy_of_call(self, query, key, value, *options)) is not None:
+                return node
+            check_tensors(query=query, key=key, value=value)
         if not type(need_weights) is type(average_attn_weights) is type(is_causal) is bool:
             need_weights = as_flag("need_weights", need_weights)
             average_attn_weights = as_flag("average_attn_weights", average_attn_weights)
             is_causal = as_flag("is_causal", is_causal)
-        if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-            check_tensors(query=query, key=key, value=value)
         if query.is_nested or key.is_nested or value.is_nested:
             alone = query is key and key is value and key_padding_mask is None and attn_mask is None
             if not alone or self.bias_k is not None or self.add_zero_attn:

@@ -489,6 +489,50 @@ def test_3_passes_by_the_names_of_earlier_releases(names: None, device: str) -> 
         assert_same(found, wanted)
 
 
+def as_tensors(call: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.tensor(x) if name.startswith("max_seqlen") else x for name, x in call.items()}
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_max_seqlens_may_be_tensors(names: None, version: int, device: str) -> None:
+    """transformers gives the maximum of the lengths as it is, on the device."""
+    from flash_attn import flash_attn_interface as fa2
+    from flash_attn_interface import _flash_attn_backward, _flash_attn_forward, flash_attn_varlen_func
+
+    q, k, v, dout = (random(24, 4, 16, device=device) for _ in range(4))
+    cu = cumulative([9, 15], device)
+    lengths = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=15, max_seqlen_k=15)
+    score = dict(softmax_scale=0.3, causal=True)
+    if version == 3:
+        forward, backward, into = _flash_attn_forward, _flash_attn_backward, {}
+        packed = [flash_attn_varlen_func(q, k, v, **given, **score) for given in (lengths, as_tensors(lengths))]
+        assert torch.equal(*packed)
+    else:
+        score |= dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None)
+        into = dict(deterministic=False)
+        forward, backward = fa2._flash_attn_varlen_forward, fa2._flash_attn_varlen_backward
+    found = []
+    for given in (lengths, as_tensors(lengths)):
+        out, lse, *_ = forward(q, k, v, **given, **score)
+        gradients = [torch.empty_like(x) for x in (q, k, v)]
+        backward(
+            dout, q, k, v, out, lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)), **given, **score, **into
+        )
+        found.append([out, lse, *gradients])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.op("attention_decode")
+def test_3_longest_query_over_a_cache_may_be_a_tensor(names: None, device: str) -> None:
+    import flash_attn_interface as fa3
+
+    q, cache = random(7, 4, 16, device=device), random(2, 20, 2, 16, device=device)
+    options = dict(cache_seqlens=int32([11, 20], device), cu_seqlens_q=cumulative([2, 5], device), causal=True)
+    expected = fa3.flash_attn_with_kvcache(q, cache, cache, **options, max_seqlen_q=5)
+    longest = torch.tensor(5, device=device)
+    assert torch.equal(fa3.flash_attn_with_kvcache(q, cache, cache, **options, max_seqlen_q=longest), expected)
+
+
 @pytest.mark.parametrize("argument", ["qv", "q_descale", "k_descale", "v_descale", "attention_chunk"])
 def test_3_refuses_by_name(names: None, argument: str) -> None:
     import flash_attn_interface as fa3

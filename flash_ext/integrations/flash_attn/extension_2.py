@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flash_ext import head_dims
 from flash_ext.argument_checks import check_tensors
+from flash_ext.flash_attn_interface import Integer
 from flash_ext.integrations.flash_attn import interface_2
 from flash_ext.integrations.flash_attn.passes import check_shape, score_options
 
@@ -57,8 +58,8 @@ def varlen_fwd(
     leftpad_k_: Tensor | None,
     block_table_: Tensor | None,
     alibi_slopes_: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: Integer,
+    max_seqlen_k: Integer,
     p_dropout: float,
     softmax_scale: float,
     zero_tensors: bool,
@@ -156,8 +157,8 @@ def varlen_bwd(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     alibi_slopes_: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: Integer,
+    max_seqlen_k: Integer,
     p_dropout: float,
     softmax_scale: float,
     zero_tensors: bool,

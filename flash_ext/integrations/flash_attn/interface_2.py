@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_ext.argument_checks import as_flag, as_integer, as_number
 from flash_ext.flash_attn_interface import (
+    Integer,
     attend_to_pages,
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -18,6 +19,7 @@ from flash_ext.flash_attn_interface import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
+    read_integer,
 )
 from flash_ext.integrations.flash_attn.passes import backward_pass, forward_pass, score_options
 
@@ -85,8 +87,8 @@ def _flash_attn_varlen_forward(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: Integer,
+    max_seqlen_k: Integer,
     dropout_p: float,
     softmax_scale: float,
     causal: bool,
@@ -106,6 +108,7 @@ def _flash_attn_varlen_forward(
     as_integer("num_splits", num_splits)
     as_flag("zero_tensors", zero_tensors)
     options = score_options(q, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    max_seqlen_q, max_seqlen_k = read_integer("max_seqlen_q", max_seqlen_q), read_integer("max_seqlen_k", max_seqlen_k)
     options |= dict(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
     if block_table is None:
         if leftpad_k is not None:
@@ -137,8 +140,8 @@ def _flash_attn_varlen_backward(
     dv: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: Integer,
+    max_seqlen_k: Integer,
     dropout_p: float,
     softmax_scale: float,
     causal: bool,
@@ -153,6 +156,7 @@ def _flash_attn_varlen_backward(
     """Writes dq, dk and dv. Returns softmax_d, (heads, total_q), without the padding of flash-attn's."""
     as_flag("zero_tensors", zero_tensors)
     options = score_options(q, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    max_seqlen_q, max_seqlen_k = read_integer("max_seqlen_q", max_seqlen_q), read_integer("max_seqlen_k", max_seqlen_k)
     options |= dict(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
     )

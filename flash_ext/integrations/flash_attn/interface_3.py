@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_ext import head_dims
 from flash_ext.argument_checks import as_flag, as_integer, check_optional_tensors, check_tensors, describe, errors_name
-from flash_ext.flash_attn_interface import unpack
+from flash_ext.flash_attn_interface import Integer, read_integer, unpack
 from flash_ext.functional import merge
 from flash_ext.integrations.flash_attn.interface_2 import maybe_contiguous
 from flash_ext.integrations.flash_attn.passes import backward_pass, check_shape, score_options
@@ -59,11 +59,10 @@ def _check_hints(num_splits: int, pack_gqa: bool | None, sm_margin: int, metadat
     check_optional_tensors(scheduler_metadata=metadata)
 
 
-def _check_max_seqlens(**given: int | None) -> None:
+def _read_max_seqlens(max_seqlen_q: Integer | None, max_seqlen_k: Integer | None) -> list[int | None]:
     """Also where sequences are not packed, and nobody reads them."""
-    for name, value in given.items():
-        if value is not None:
-            as_integer(name, value)
+    given = (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
+    return [None if value is None else read_integer(name, value) for name, value in given]
 
 
 def _show(value: Any) -> str:
@@ -102,8 +101,8 @@ def flash_attn_varlen_func(
     v: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
+    max_seqlen_q: Integer | None,
+    max_seqlen_k: Integer | None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -125,7 +124,7 @@ def flash_attn_varlen_func(
     of cu_seqlens_q and cu_seqlens_k is None, its side is (batch, seqlen, heads, headdim)."""
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
     _check_hints(num_splits, pack_gqa, sm_margin)
-    _check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    max_seqlen_q, max_seqlen_k = _read_max_seqlens(max_seqlen_q, max_seqlen_k)
     check_tensors(q=q, k=k, v=v)
     options = score_options(q, softmax_scale, causal, window_size, softcap)
     options |= dict(seqused_q=seqused_q, seqused_k=seqused_k)
@@ -235,7 +234,7 @@ def flash_attn_with_kvcache(
     page_table: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
-    max_seqlen_q: int | None = None,
+    max_seqlen_q: Integer | None = None,
     rotary_seqlens: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -258,6 +257,7 @@ def flash_attn_with_kvcache(
     _refuse(cu_seqlens_k_new=cu_seqlens_k_new)
     _check_hints(num_splits, pack_gqa, sm_margin, scheduler_metadata)
     return_softmax_lse = as_flag("return_softmax_lse", return_softmax_lse)
+    max_seqlen_q = None if max_seqlen_q is None else read_integer("max_seqlen_q", max_seqlen_q)
     check_optional_tensors(page_table=page_table, cache_batch_idx=cache_batch_idx, cu_seqlens_q=cu_seqlens_q)
     if rotary_seqlens is not cache_seqlens:
         _refuse(rotary_seqlens=rotary_seqlens)
@@ -362,8 +362,8 @@ def _flash_attn_forward(
     cu_seqlens_k_new: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
+    max_seqlen_q: Integer | None = None,
+    max_seqlen_k: Integer | None = None,
     page_table: Tensor | None = None,
     kv_batch_idx: Tensor | None = None,
     leftpad_k: Tensor | None = None,
@@ -458,8 +458,8 @@ def _flash_attn_backward(
     cu_seqlens_k: Tensor | None = None,
     sequed_q: Tensor | None = None,
     sequed_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
+    max_seqlen_q: Integer | None = None,
+    max_seqlen_k: Integer | None = None,
     dq: Tensor | None = None,
     dk: Tensor | None = None,
     dv: Tensor | None = None,
@@ -480,7 +480,7 @@ def _flash_attn_backward(
     releases.
     """
     as_integer("sm_margin", sm_margin)
-    _check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    max_seqlen_q, max_seqlen_k = _read_max_seqlens(max_seqlen_q, max_seqlen_k)
     check_optional_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     causal = as_flag("is_causal", is_causal) or as_flag("causal", causal)
     window = (window_size_left, window_size_right) if window_size is None else window_size
