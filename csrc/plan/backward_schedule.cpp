@@ -146,8 +146,8 @@ std::string reason_of(const SplitChoice& choice, const BackwardTiles& tiles, con
            " take some ", microseconds(unsplit), " us");
   if (schedule.head_splits * schedule.query_splits == 1) return unsplit_time + ": none is split";
   return text(unsplit_time, ", and ", microseconds(schedule), " if",
-              schedule.unsplit_tiles > 0 ? " those behind full waves" : " they", " are split: by ",
-              schedule.head_splits, " along the heads of a group, by ", schedule.query_splits, " along its queries");
+              schedule.unsplit_tiles > 0 ? " those after full waves" : " they", " are split: by ", schedule.head_splits,
+              " along the heads of a group, by ", schedule.query_splits, " along its queries");
 }
 
 /// How many key heads, a power of two, may run together so that L2 holds Q, dO and dQ of one query head of each.

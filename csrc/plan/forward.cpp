@@ -12,7 +12,7 @@ void explain_max_logit(Draft& draft) {
   } else if (draft.plan.fuses_max_logit) {
     draft.because("max_logit: by the forward itself, from the largest weight of each row");
   } else {
-    draft.because("max_logit: sm80/max_logit, a kernel of its own behind the forward, computes the scores again");
+    draft.because("max_logit: sm80/max_logit, a kernel of its own after the forward, computes the scores again");
   }
 }
 

@@ -1,7 +1,7 @@
 // The kernels and what each one serves. The first row that fits a problem is taken.
 //
 // A kernel for another architecture is one more row, an entry of KernelId, and an Architecture: nothing else in this
-// folder compares kernels or compute capabilities.
+// folder chooses by a kernel or names a compute capability. supports() asks for the lowest one.
 #pragma once
 
 #include <cstdint>

@@ -106,7 +106,7 @@ class KeySplitsPlanner {
       if (split_end < best_end) best = splits, best_end = split_end;
     };
     for_each_split(0, consider);
-    if (const int64_t behind = cheap_tiles(); behind > 0) for_each_split(behind, consider);
+    if (const int64_t unsplit = cheap_tiles(); unsplit > 0) for_each_split(unsplit, consider);
     return best;
   }
 
@@ -199,13 +199,13 @@ class KeySplitsPlanner {
     return cheap && last.count < rest() ? last.count : 0;
   }
 
-  /// Calls use(splits) for the splits to choose from. Long splits of a tile: the most that give no CTA two of them, or
-  /// one fewer. Short splits: a CTA without a long split takes several, and they are so short that it ends with the
-  /// other CTAs.
+  /// Calls use(splits) for the splits to choose from; the last `unsplit` tiles stay whole. Long splits of a tile: the
+  /// most that give no CTA two of them, or one fewer. Short splits: a CTA without a long split takes several, and they
+  /// are so short that it ends with the other CTAs.
   template <class F>
-  void for_each_split(int64_t behind, F use) const {
-    const int64_t tiles = rest() - behind, key_tiles = ceil_div(p_.seqlen_k, shape_.block_n);
-    const int64_t most_long = std::clamp<int64_t>((ctas_ - behind) / tiles, 1, kMostSplits);
+  void for_each_split(int64_t unsplit, F use) const {
+    const int64_t tiles = rest() - unsplit, key_tiles = ceil_div(p_.seqlen_k, shape_.block_n);
+    const int64_t most_long = std::clamp<int64_t>((ctas_ - unsplit) / tiles, 1, kMostSplits);
     const auto use_splits = [&](int64_t long_splits, int64_t short_splits, int64_t shorts_of_cta) {
       // A long split has as many keys as shorts_of_cta short ones.
       const int64_t shares = long_splits * shorts_of_cta + short_splits;
@@ -213,7 +213,7 @@ class KeySplitsPlanner {
       KeySplits splits;
       splits.first_tile = all_tiles_ - rest();
       splits.tiles = static_cast<int32_t>(tiles);
-      splits.unsplit_behind = static_cast<int32_t>(behind);
+      splits.unsplit_behind = static_cast<int32_t>(unsplit);
       splits.long_splits = static_cast<int32_t>(long_splits);
       splits.short_splits = static_cast<int32_t>(short_splits);
       splits.short_share = short_splits == 0 ? 0 : static_cast<int32_t>(KeySplits::kWholeShare / shares);

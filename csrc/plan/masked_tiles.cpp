@@ -7,7 +7,7 @@
 namespace flash_ext::plan {
 namespace {
 
-/// What stands in the way, each behind a comma and a space.
+/// What stands in the way, each after a comma and a space.
 std::string obstacles(const Problem& p, const ListsNeed& need) {
   std::string found;
   if (need.others != 0) found += text(", other options (", words_of_all(need.others, p).substr(1), ")");

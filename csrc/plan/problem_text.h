@@ -41,7 +41,7 @@ void for_each_field(Visit visit) {
   visit("varlen", &Problem::varlen, "lengths come from cu_seqlens or seqused");
   visit("paged", &Problem::paged, "decode: the cache has a block_table");
   visit("page_size", &Problem::page_size, "with paged: rows of a page");
-  visit("has_leftpad", &Problem::has_leftpad, "decode: sequences of the cache begin behind cache_leftpad rows");
+  visit("has_leftpad", &Problem::has_leftpad, "decode: sequences of the cache begin after cache_leftpad rows");
   visit("has_bias", &Problem::has_bias, "");
   visit("bias_dtype", &Problem::bias_dtype, "with has_bias");
   visit("bias_in_chunks", &Problem::bias_in_chunks, "its rows can be copied in 16-byte chunks");

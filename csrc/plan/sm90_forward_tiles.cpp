@@ -73,6 +73,7 @@ sm90::ForwardShape many_or_few_keys_shape(Draft& draft, const sm90::HeadDims& di
   return chosen;
 }
 
+/// Chooses the tiles of a variant that visits a range of keys; with score options there is one shape.
 sm90::ForwardShape choose_forward_shape(Draft& draft, const sm90::HeadDims& dims) {
   const sm90::ForwardShape many = sm90::forward_shape(dims, sm90::ForwardTiles::kManyKeys);
   if (has_score_options(draft.p)) return many;

@@ -44,8 +44,9 @@ struct ForwardConfig {
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
   static constexpr int kCtasPerSm = kShape.ctas_per_sm;
   static constexpr bool kOverlaps = kShape.overlaps;
-  // Warp 2 loads V, as warp 0 would not start all copies of K and V in time: listed tiles take longer to find, and at
-  // 256 a tile of K or V takes four. Gains up to 6 %; at 192 it loses as often as it gains.
+  // In ForwardProducer warp 2 loads V, as warp 0 would not start all copies of K and V in time: listed tiles take
+  // longer to find, and at 256 a tile of K or V takes four. Gains up to 6 %; at 192 it loses as often as it gains. In
+  // ForwardVisibleProducer warp 2 always loads V.
   static constexpr bool kLoadsValuesApart = kListsBlocks || kHeadDim > 192;
   // The first V of a CTA is loaded after its first Q. Gains 2 % in short causal calls at 256; below it loses 1 to 3 %.
   static constexpr bool kValuesWait = kHeadDim > 128;
@@ -69,7 +70,8 @@ struct ForwardConfig {
   static constexpr int kBiasSlots = kShape.bias_slots - (kDrops && kShape.bias_slots != 3 ? 1 : 0);
   // Slots of Q: while out of a query tile leaves through its Q's slot, the next Q is loaded into the other.
   static constexpr int kQuerySlots = kOutInRings || !kOutInShared ? 1 : 2;
-  // The plan: slots of Q, each with Q of every warpgroup; stages of K; of V; bias tiles of every warpgroup; bits.
+  // The layout of shared memory: slots of Q, each with Q of every warpgroup; stages of K; of V; bias tiles of every
+  // warpgroup; bits.
   static constexpr int kQuerySlotBytes = kWarpgroups * kQueryBytes;
   static constexpr int kKeysOffset = kQuerySlots * kQuerySlotBytes;
   static constexpr int kValuesOffset = kKeysOffset + kKeyStages * kKeyBytes;

@@ -24,7 +24,9 @@ class ForwardEpilogue : public ForwardRows<Config> {
 
  protected:
   /// Records whether a row of this warp overflowed, met Inf or NaN, has a stabiliser beyond FixedStabiliser's limits,
-  /// or has no stabiliser though it sees keys.
+  /// or has no stabiliser though it sees keys. A weight too large for float16 shows only in out, which becomes
+  /// non-finite. But a hidden NaN may do that too, and must not change the rounding. So V is sanitised first, and the
+  /// safe path follows only if out is still not finite.
   __device__ __forceinline__ void find_failures(WorkTile& work_tile) const {
     const TileCoordinates<false> at = this->coordinates(work_tile, 0);
     bool failed = false, overflowed = false;
@@ -57,9 +59,7 @@ class ForwardEpilogue : public ForwardRows<Config> {
   }
 
   /// Whether a row's sum has overflowed. `sum` is one lane's share of it: the limit leaves room for the shares of the
-  /// row's three other lanes and for a sink. A weight too large for float16 shows only in out, which becomes
-  /// non-finite. But a hidden NaN may do that too, and must not change the rounding. So V is sanitised first, and the
-  /// safe path follows only if out is still not finite.
+  /// row's three other lanes and for a sink.
   __device__ __forceinline__ static bool has_overflowed(float sum) {
     constexpr float kMostSum = 0x1p100f;
     return !(sum <= kMostSum);

@@ -3,9 +3,10 @@
 // A CTA computes query tiles of kBlockM queries of one head. It visits the key tiles that a query tile sees from the
 // last one to the first. Two to four consumer warpgroups compute 64 queries each (consumer.cuh) and wait only for the
 // loads. The four warps of one more warpgroup are producers:
-//   warp 0  loads K and V through TMA (producer.cuh)
+//   warp 0  loads K through TMA, and V unless warp 2 does (producer.cuh)
 //   warp 1  loads Q and stores out; in the variants with bias, masks or dropout it also loads the bias
-//   warp 2  sanitises V; in those variants, and where a cache has small pages, it also loads V
+//   warp 2  sanitises V; it also loads V in those variants, for block masks, at head_dim 256, and where a tile of a
+//           cache takes several copies
 //   warp 3  writes the metadata of work tiles, and requeues those that need recomputing (scheduler.cuh)
 // A consumer's step for key tile n, with P of tile n + 1 in registers:
 //   wait for K(n); start S = Q K(n)^T; wait for V(n + 1); start O += P V(n + 1)
@@ -21,14 +22,14 @@
 // the check fails again, it does so on the safe path, with the running maximum.
 //
 // Variants (shape.h) differ in how they traverse the key tiles and in what they do to scores:
-//   traverse_range.cuh          plain: a range of tiles
+//   traverse_range.cuh          plain, caches, max_logit: a range of tiles
 //   traverse_from_diagonal.cuh  softcap, ALiBi, any scale: the range, from the diagonal on
 //   traverse_listed.cuh         a block mask alone: the tiles that it lists
 //   traverse_visible.cuh        bias, masks, dropout: the tiles of the range that masks leave
 //
 // Barriers (storage.cuh): who arrives -> who waits:
 //   work_tile_full/empty   warp 3 -> all others -> warp 3
-//   work_tile_loaded       warp 0 -> warp 3: most loads of K and V are issued, so the next work tile may be taken
+//   work_tile_loaded       warp 0 -> warp 3: few tiles of K are left to load, so the next work tile may be taken
 //   q_full, q_empty        warp 1 -> consumers -> warp 1
 //   k_full, k_empty        warp 0 -> consumers -> warp 0
 //   v_full, v_empty        warp 0 or 2 -> consumers, sanitiser -> warp 0 or 2
@@ -54,7 +55,8 @@ namespace flash_ext::sm90 {
 template <class Config>
 using ForwardProducerOf = std::conditional_t<Config::kVisible, ForwardVisibleProducer<Config>, ForwardProducer<Config>>;
 
-/// The lane of a thread, read once for all roles or once in each role.
+/// The lane of a thread, read once for all roles or once in each role. The variants with bias, masks or dropout read it
+/// in each role: otherwise the role with the fewest registers keeps it alive throughout.
 template <class Config>
 class Lane {
  public:
@@ -96,8 +98,7 @@ __device__ __forceinline__ void start_warp(int warp) {
   }
 }
 
-/// The variants with bias, masks or dropout read the lane in each role: otherwise the role with the fewest registers
-/// keeps it alive throughout.
+/// The main kernel of every variant. Warpgroup 0 has the producers, the others are consumers.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     forward_kernel(const __grid_constant__ typename ForwardParameters<Config>::Call call,
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   const auto start = [&] {
     start_warp<Config>(warp);
     if constexpr (Config::kSplitsKv)
-      if (!schedule.taken) ptx::wait_for_previous_grid();  // up to here this grid may overlap it
+      if (!schedule.taken) ptx::wait_for_previous_grid();  // up to here this grid may overlap the previous one
   };
   __syncwarp();  // for setmaxnreg
   if (warp >= kWarpgroupWarps) {

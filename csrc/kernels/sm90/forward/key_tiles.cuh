@@ -11,8 +11,8 @@ namespace flash_ext::sm90 {
 template <class Config>
 class RangeTiles {
  public:
-  // The next work tile is taken when so many key tiles of this one are still to be loaded. Taking it earlier spreads
-  // work tiles less evenly over CTAs; taking it later makes loads wait for it.
+  // The next work tile is taken when so many key tiles of this one, and one more, are still to be loaded. Taking it
+  // earlier spreads work tiles less evenly over CTAs; taking it later makes loads wait for it.
   static constexpr int kTilesAhead = 3;
 
   struct Keys {
@@ -45,8 +45,9 @@ struct ForwardCacheCall {
 };
 
 /// The key tiles of a range in a cache. TMA fills a tile by several copies of copy_rows() rows each, or by one copy
-/// where the cache is contiguous. Lane i knows where copy i comes from. A tile of two warpgroups leaves its loading
-/// warp some 1300 cycles, so the pages of the next tile are found by steps, not by divisions.
+/// where the cache is contiguous. Lane i knows where copy i comes from. A query tile with rows for two of three
+/// warpgroups (head_dim 128, 80 keys) leaves the loading warps some 1300 cycles a key tile, so the pages of the next
+/// tile are found by steps, not by divisions.
 template <class Config>
 class CacheTiles {
  public:
@@ -60,7 +61,7 @@ class CacheTiles {
                                         int lane)
       : call_(call), begin_(work_tile.tiles.begin), head_(work_tile.sequence.head_kv) {
     const SequenceParams& s = call.p.seq;
-    const int last = max(work_tile.tiles.end - 1, begin_);
+    const int last = max(work_tile.tiles.end - 1, begin_);  // an empty work tile looks up a page too, but takes none
     if (s.block_table) {
       table_ = s.block_table + work_tile.sequence.batch * s.block_table_stride;
       const uint32_t position = static_cast<uint32_t>(last * Config::kBlockN + lane * call.copy_rows);
@@ -82,7 +83,7 @@ class CacheTiles {
   __device__ __forceinline__ int copy_rows() const { return call_.copy_rows; }
 
   /// Takes the rows that this lane copies of the tile, and issues the load of the page number of its copy of the next
-  /// tile.
+  /// tile. It moves the position, so it must be called once per rank, from the last rank down.
   __device__ __forceinline__ Keys take(int rank) {
     row_ = coming_row_;
     batch_ = coming_page_;
@@ -109,7 +110,8 @@ class CacheTiles {
     }
     look_up();
   }
-  /// Issues the load of the page number of this lane's copy. Positions behind the table get the table's last page: no
+
+  /// Issues the load of the page number of this lane's copy. Positions past the table get the table's last page: no
   /// query sees their rows.
   __device__ __forceinline__ void look_up() {
     coming_page_ = __ldg(table_ + min(coming_column_, static_cast<int>(call_.p.seq.max_pages) - 1));
@@ -127,11 +129,11 @@ class CacheTiles {
 /// A key tile of a block mask's list. Consumers read this metadata together with K.
 struct alignas(16) ListedKeys {
   int tile;
-  int bitmap;  // number of its bitmap; kFull; or kEndsInTile: the sequence ends in its block
+  int bitmap;  // number of its bitmap; kFull; or kEndsInBlock: the sequence ends in its block
   int offset;  // of its first key within its block
   int run;     // number of full tiles that follow
 
-  static constexpr int kFull = -1, kEndsInTile = -2;
+  static constexpr int kFull = -1, kEndsInBlock = -2;
 };
 
 /// The key tiles of a work tile, from the last one listed to the first. The warp holds 32 blocks, one per lane, and
@@ -161,8 +163,8 @@ class ListedTiles {
   __device__ __forceinline__ ListedKeys take(int) {
     const int block = __shfl_sync(~0u, block_, at_), bitmap = __shfl_sync(~0u, bitmap_, at_);
     const bool full = full_lanes_ >> at_ & 1;
-    const uint32_t behind = at_ == 31 ? 0u : ~0u << (at_ + 1);
-    const uint32_t stop = ~full_lanes_ & behind;  // lanes beyond the last block are not full
+    const uint32_t after = at_ == 31 ? 0u : ~0u << (at_ + 1);
+    const uint32_t stop = ~full_lanes_ & after;  // lanes past the last block are not full
     const int blocks = stop ? __ffs(static_cast<int>(stop)) - 2 - at_ : 31 - at_;
     ListedKeys keys = {block * tiles_of_block_ + part_, full ? ListedKeys::kFull : bitmap, part_ * Config::kBlockN,
                        blocks * tiles_of_block_ + (full ? part_ : 0)};
@@ -189,7 +191,8 @@ class ListedTiles {
     block_ = min(max(coming_block_, 0), most);
     bitmap_ = min(coming_bitmap_, static_cast<int>(blocks_.num_bitmaps) - 1);
     if (bitmap_ < 0)
-      bitmap_ = (block_ + 1) * static_cast<int>(blocks_.block_n) > seqlen_k_ ? ListedKeys::kEndsInTile : -1;
+      bitmap_ =
+          (block_ + 1) * static_cast<int>(blocks_.block_n) > seqlen_k_ ? ListedKeys::kEndsInBlock : ListedKeys::kFull;
     full_lanes_ = __ballot_sync(~0u, exists && bitmap_ == ListedKeys::kFull);
     at_ = 0;
     part_ = tiles_of_block_ - 1;

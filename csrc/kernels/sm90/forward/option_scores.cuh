@@ -177,7 +177,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     query_random_bits_ = QueryRandomBits::of(draw_key_, dropout_query_group(first_row + lane_ / 4));
   }
 
-  /// Releases the bias of this tile. It comes behind a branch on the row sums, which depend on all loads of the bias:
+  /// Releases the bias of this tile. It comes after a branch on the row sums, which depend on all loads of the bias:
   /// an arrival does not wait for loads in flight.
   __device__ __forceinline__ void release_bias() {
     static_assert(kKeyParts <= Config::kBiasSlots, "all parts of a tile are kept until now");

@@ -1,5 +1,5 @@
-// The producer warps: warp 0 loads K and V, warp 1 loads Q and stores out, warp 2 sanitises V where Inf and NaN may be
-// hidden from some rows, and may load V.
+// The producer warps: warp 0 loads K, and V unless warp 2 does; warp 1 loads Q and stores out; warp 2 sanitises V where
+// Inf and NaN may be hidden from some rows.
 #pragma once
 
 #include "arguments.cuh"
@@ -105,10 +105,11 @@ class ForwardProducer {
     store_out(out_parities);
   }
 
-  /// Warp 0: loads K and V of all tiles, in the order of the visits. With kOutInRings one more stage of K and one of V,
-  /// for out, follow the last tile. Warp 2 publishes the stage of V, because it becomes free later than the stage of
-  /// the next K. Warp 0 need not wait for it: a stage is free once the next stage in the ring is, and a tile lies
-  /// between two stages for out.
+  /// Warp 0: loads K of all tiles, and V unless warp 2 does, in the order of the visits. With kOutInRings one more
+  /// stage of K and one of V follow the last tile: out leaves through them. Warp 0 publishes the stage of K. Warp 2
+  /// publishes the stage of V, which becomes free later: if warp 0 waited for it, the next K would come late. Where
+  /// warp 0 loads V, it only marks and skips this stage. The wait for the next stage of V covers it, because stages
+  /// become free in the order of the ring, and a tile lies between two stages for out.
   __device__ __forceinline__ void run_keys() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kKeyStages> k_at;
@@ -196,7 +197,8 @@ class ForwardProducer {
     }
   }
 
-  /// Warp 2, where it also loads V. When it has started a tile's copies, it arrives at v_empty as in run_values().
+  /// Warp 2, where it also loads V. When it has started a tile's copies, and sanitised a tile that needs it, it arrives
+  /// at v_empty as in run_values().
   __device__ __forceinline__ void load_values() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kValueStages> at;
@@ -385,7 +387,7 @@ class ForwardProducer {
     return sanitise_chunks<typename Config::Element, false, Config::kValueBytes / 16, 32, 2>(lane_, chunk);
   }
 
-  /// Zeroes rows from `first` on. They lie behind the sequence, so no query sees them.
+  /// Zeroes rows from `first` on. They lie after the end of the sequence, so no query sees them.
   __device__ __forceinline__ void zero_rows(uint4* s_tile, int first) const {
     constexpr int kChunks = kPanelRowBytes / 16;
 #pragma unroll 1

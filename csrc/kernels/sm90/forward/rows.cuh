@@ -77,8 +77,8 @@ class ForwardRows {
     }
   }
 
-  /// Zeroes rows of Q from `first` on, which lie behind the sequence. All rows vote on how scores are capped, and these
-  /// must not change the vote.
+  /// Zeroes rows of Q from `first` on, which lie after the end of the sequence. All rows vote on how scores are capped,
+  /// and these must not change the vote.
   __device__ __forceinline__ void zero_query_rows(int first) const {
     constexpr int kChunks = kPanelRowBytes / 16;
     auto* const s_query = static_cast<uint4*>(__cvta_shared_to_generic(s_tiles_ + query_tile() * Config::kQueryBytes));

@@ -139,7 +139,7 @@ class ForwardScheduler {
     WorkTile& work_tile = storage_.work_tile_in(slot_.stage());
     if (lane == 0) new (&work_tile) WorkTile(sequence, first_query, end_query);
     __syncwarp();
-    // The lane behind the lanes of the warpgroups finds the key tiles of all rows.
+    // The lane after the lanes of the warpgroups finds the key tiles of all rows.
     constexpr int kAllRows = Config::kWarpgroups;
     const int first = first_query + (lane < kAllRows ? lane * kWarpgroupRows : 0);
     const int end = lane < kAllRows ? min(first + kWarpgroupRows, end_query) : end_query;

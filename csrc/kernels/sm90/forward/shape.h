@@ -20,7 +20,7 @@ struct HeadDims {
 /// filled up by zeros in shared memory, never in the tensors.
 constexpr HeadDims kForwardHeadDims[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
 
-/// The head dims of the variant with options, which also takes bias, masks and dropout.
+/// The head dims of the variants with bias, masks or dropout.
 constexpr HeadDims kForwardOptionsHeadDims[] = {{64, 64}, {128, 128}, {256, 256}};
 
 /// The head dims of the variant of block masks.
@@ -39,10 +39,10 @@ constexpr HeadDims first_that_serves(const HeadDims (&table)[kCount], int64_t he
   return {};
 }
 
-/// Returns the head dims of the kernel that serves q and k of head_dim and v of head_dim_v. general: of the variant
-/// with options.
-constexpr HeadDims forward_head_dims(int64_t head_dim, int64_t head_dim_v, bool general = false) {
-  return general ? first_that_serves(kForwardOptionsHeadDims, head_dim, head_dim_v)
+/// Returns the head dims of the kernel that serves q and k of head_dim and v of head_dim_v. visible: of the variants
+/// with bias, masks or dropout.
+constexpr HeadDims forward_head_dims(int64_t head_dim, int64_t head_dim_v, bool visible = false) {
+  return visible ? first_that_serves(kForwardOptionsHeadDims, head_dim, head_dim_v)
                  : first_that_serves(kForwardHeadDims, head_dim, head_dim_v);
 }
 
@@ -54,8 +54,8 @@ struct ForwardShape {
   bool out_in_rings;       // out leaves through a stage of K and one of V, else through one of the two slots of Q
   int registers;           // of a consumer thread
   int producer_registers;  // of a producer thread
-  // The variant with options: how many parts of a bias each warpgroup has room for, and whether out is stored from
-  // registers, without room in shared memory. With dropout there may be fewer parts (ForwardConfig).
+  // The variants with bias, masks or dropout: how many parts of a bias each warpgroup has room for, and whether out is
+  // stored from registers, without room in shared memory. With dropout there may be fewer parts (ForwardConfig).
   int bias_slots = 0;
   bool stores_registers = false;
   int ctas_per_sm = 1;
@@ -109,7 +109,8 @@ constexpr ForwardShape forward_shape(const HeadDims& dims, ForwardTiles tiles = 
 constexpr int kKeyGroup = 64;
 
 /// Cycles of a query tile and a key tile: of their 16-bit products, or of the exponentials and the instructions around
-/// them, which take longer at head_dim 64.
+/// them, which take longer at head_dim 64. kScoresPerCycle is 60 % of what the MUFU unit can do, 16
+/// exponentials a cycle; long calls at head_dim 64 reach 64 % (docs/tuning/forward_sm90.md).
 constexpr double tile_cycles(const ForwardShape& shape, const HeadDims& dims) {
   constexpr double kFlopPerCycle = 4096, kScoresPerCycle = 9.6;
   const double scores = 1.0 * shape.warpgroups * kWarpgroupRows * shape.block_n;
@@ -129,14 +130,14 @@ enum class ForwardVariant {
   kMaxLogit,       // plain, and the largest score of each head of each batch entry
 };
 
-/// What a call of the variant with options asks for.
+/// What a call of the variants with bias, masks or dropout asks for.
 struct VariantOptions {
   bool drops, has_bias, has_bias_dtype_of_inputs, has_mask;  // a mask of any kind
   bool scales_first;                                         // scales_first()
 };
 
-/// Whether the variant with options scales scores before anything is added. Softcap and ALiBi need that, and so does a
-/// scale that a bias cannot be divided by.
+/// Whether the variants with bias, masks or dropout scale scores before anything is added. Softcap and ALiBi need that,
+/// and so does a scale that a bias cannot be divided by.
 constexpr bool scales_first(double softcap, bool has_alibi, double softmax_scale) {
   return softcap > 0 || has_alibi || !is_normal_scale(softmax_scale);
 }
@@ -148,15 +149,15 @@ constexpr ForwardVariant forward_variant(const VariantOptions& call) {
   return call.has_bias_dtype_of_inputs && !call.has_mask ? ForwardVariant::kBias : ForwardVariant::kAllButDropout;
 }
 
-/// The shape of the variant with options. Tiles consist of groups of 64 keys, in which masks and biases come; out, P
-/// and S leave registers for the options. A third stage lets warpgroups wait less for each other than a second slot of
-/// Q does.
-constexpr ForwardShape forward_options_shape(const HeadDims& dims, ForwardVariant general) {
-  const bool alone = general == ForwardVariant::kBias || general == ForwardVariant::kMask;
+/// The shape of the variants with bias, masks or dropout. Tiles consist of groups of 64 keys, in which masks and biases
+/// come; out, P and S leave registers for the options. A third stage lets warpgroups wait less for each other than a
+/// second slot of Q does.
+constexpr ForwardShape forward_options_shape(const HeadDims& dims, ForwardVariant variant) {
+  const bool alone = variant == ForwardVariant::kBias || variant == ForwardVariant::kMask;
   switch (dims.qk) {
     case 64:
       // A warp's own waits are the bound. So there is a fourth warpgroup where registers suffice.
-      if (alone || general == ForwardVariant::kDropout) return {4, 64, 4, 4, false, 112, 32, 3, true};
+      if (alone || variant == ForwardVariant::kDropout) return {4, 64, 4, 4, false, 112, 32, 3, true};
       return {3, 64, 4, 4, false, 160, 32, 4, true};
     case 128:
       return {3, 64, 3, 3, false, 160, 32, 3, true};
@@ -173,9 +174,10 @@ constexpr ForwardShape forward_blocks_shape(const HeadDims& dims) {
   return {2, 64, 5, 5, false, 232, 40};
 }
 
-/// Rows of a page that TMA copies at a time: the largest power of two that divides pages and tiles. Swizzled tiles are
-/// made of eight rows.
+/// The fewest rows that TMA copies into a tile at a time: swizzled tiles are made of eight rows.
 constexpr int kFewestRowsOfCopy = 8;
+
+/// Rows of a page that TMA copies at a time: the largest power of two that divides pages and tiles.
 constexpr int rows_of_copy(int block_n, int64_t page_size) {
   const int64_t common = page_size | block_n;
   return static_cast<int>(common & -common);

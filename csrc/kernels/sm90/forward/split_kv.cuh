@@ -82,7 +82,7 @@ struct SplitKvSchedule : ForwardSchedule {
   }
 
  private:
-  /// The split, or whole tile, at a position behind the first whole tiles. rank: of the split, counted from the last
+  /// The split, or whole tile, at a position after the first whole tiles. rank: of the split, counted from the last
   /// keys; -1 for a whole tile.
   struct SplitOfTile {
     int tile, rank;
@@ -100,11 +100,11 @@ struct SplitKvSchedule : ForwardSchedule {
 
   /// Returns the first key tile of a split. Splits are counted from the first keys.
   __device__ __forceinline__ int begin_of(int split, const TileSpan& tiles) const {
-    const int behind = splits.per_tile() - split;  // splits
+    const int left = splits.per_tile() - split;  // splits from this one on
     if (split == 0) return tiles.begin;
-    if (behind == 0) return tiles.end;
+    if (left == 0) return tiles.end;
     const uint32_t share =
-        split < splits.short_splits ? split * splits.short_share : KeySplits::kWholeShare - behind * long_share;
+        split < splits.short_splits ? split * splits.short_share : KeySplits::kWholeShare - left * long_share;
     return tiles.begin + static_cast<int>(__umulhi(tiles.end - tiles.begin, share << 16));
   }
 };

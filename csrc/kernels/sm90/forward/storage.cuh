@@ -42,7 +42,7 @@ struct OutTiles {
   int k_stage, v_stage;  // kOutInRings: the stages that out goes through
 };
 
-/// The shared memory behind the tiles. A barrier's name says what the end of its phase means.
+/// The shared memory after the tiles. A barrier's name says what the end of its phase means.
 template <class Config>
 struct ForwardStorage {
   using WorkTile = ForwardWorkTile<Config>;
@@ -60,7 +60,7 @@ struct ForwardStorage {
   // other, and a waiter must see each phase before the next one ends.
   uint64_t out_left_keys[kKeyStages], out_left_values[kValueStages];
   uint64_t work_tile_full[kSlots], work_tile_empty[kSlots];
-  uint64_t work_tile_loaded;          // most loads of its K and V are issued
+  uint64_t work_tile_loaded;          // few tiles of its K are left to load
   OutTiles out;                       // for warp 1, which stores it
   uint32_t out_is_here[kQueryTiles];  // with out_full: out is in shared memory, not written from registers
   int has_work_tile[kSlots];

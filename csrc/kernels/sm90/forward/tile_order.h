@@ -62,7 +62,7 @@ inline HeadOrder head_order(const HeadsOfCall& call, int64_t block_m, int64_t ct
 /// where a causal mask leaves the fewest keys. A tile with rows for only one warpgroup would take more than half as
 /// long as a tile with rows for three; in that case the second tile gives it the rows of another warpgroup.
 FLASH_EXT_HOST_DEVICE int first_query_of_tile(int tile, int tiles, int seqlen_q, int block_m) {
-  const int behind = seqlen_q - (tiles - tile) * block_m, query = behind < 0 ? 0 : behind;
+  const int start = seqlen_q - (tiles - tile) * block_m, query = start < 0 ? 0 : start;
   const bool lends = block_m > 2 * kWarpgroupRows && tile == 1 && tiles > 1 && query <= kWarpgroupRows;
   return lends ? query + kWarpgroupRows : query;
 }

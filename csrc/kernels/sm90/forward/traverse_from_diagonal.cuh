@@ -24,7 +24,7 @@ class TraverseFromDiagonal : public TraverseRange<Config> {
  protected:
   bool small_scores_;  // no large score of this work tile is known yet, and softcap is its only option
 
-  /// Visits the key tiles from first_tile() down, and then from the last one down to the one behind first_tile().
+  /// Visits the key tiles from first_tile() down, and then from the last one down to the one after first_tile().
   __device__ __forceinline__ void visit(const WorkTile& work_tile) {
     const TileSpan& rows = work_tile.rows[warpgroup_];
     this->wait_for_query(work_tile);
@@ -90,7 +90,7 @@ class TraverseFromDiagonal : public TraverseRange<Config> {
 
   /// Takes such steps with softcap alone, as long as all scores of the warpgroup are small. A vote while P V runs finds
   /// out whether they are. A tile with a larger score is computed again, and fixed_max_steps() serves the rest of the
-  /// work tile. Rows behind the end of a sequence vote too; they are zeroed for that.
+  /// work tile. Rows after the end of a sequence vote too; they are zeroed for that.
   __device__ __forceinline__ int steps_of_small_scores(const WorkTile& work_tile, int tile, int last, Weights& p) {
     const auto rules = this->rules(work_tile);
 #pragma unroll 1

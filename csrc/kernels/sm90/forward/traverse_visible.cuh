@@ -59,7 +59,7 @@ class TraverseVisible : public ForwardOptionScores<Config> {
   /// There is one loop with a bias and one without: a common one would have to zero the bias registers in each tile.
   template <bool kBias>
   __device__ __forceinline__ void visit_tiles(const WorkTile& work_tile) {
-    Weights p = {};  // or its registers are taken from one work tile to the next, as those of the bias in a step
+    Weights p = {};  // initialised, else its registers stay live from one work tile to the next
     uint32_t flags;
 #pragma unroll 1
     do {

@@ -32,12 +32,14 @@ inline LongestFirst forward_blocks_order(const AttentionParams& p, int64_t block
                            p.blocks.offsets_head_stride,
                            static_cast<int32_t>(p.blocks.block_m / block_m),
                            1};
+  // A query head's share of K and V of its key head.
+  const int64_t key_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * 2 * p.heads_kv / p.heads_q;
   return {costs,
           p.batch,
           p.heads_q,
           (p.seqlen_q + block_m - 1) / block_m,
           (p.seqlen_k + p.blocks.block_n - 1) / p.blocks.block_n,
-          p.seqlen_k * (p.head_dim + p.head_dim_v) * 2 * p.heads_kv / p.heads_q};
+          key_bytes};
 }
 
 }  // namespace flash_ext::sm90

@@ -33,7 +33,11 @@ void launch_range(const ForwardCall& call) {
     }
   }();
   start_schedule(schedule, list, call);
-  // Without a counter the kernel itself waits for the previous one before it reads any tensor.
+  // Whether the kernel may start while the previous one runs. With a counter or a list, the previous kernel is the one
+  // that writes it. That one starts when all before it have ended, so every tensor is there, and the scheduler waits
+  // for the counter or list. Without them, the previous kernel may be writing tensors. A kernel with kSplitsKv then
+  // waits for it before it reads any (forward_kernel()), except for the first work tile: making it reads lengths and
+  // indices of cache entries, where these lie on the device.
   const bool overlaps_previous =
       schedule.taken || (Config::kSplitsKv && has_equal_lengths(p) && !p.seq.cache_batch_idx);
   const auto arguments = [&]() -> typename ForwardParameters<Config>::Call {
@@ -58,7 +62,8 @@ void launch_options(const ForwardCall& call) {
   options.visible = call.visible;
   const CUtensorMap bias_map =
       options.adds_bias ? encode_bias_map(p, p.bias.row_stride == 0 ? 1 : kWarpgroupRows) : CUtensorMap{};
-  launch_forward<Config>({p, options}, {encode_maps<Config>(p), bias_map}, schedule, {}, false, call.stream);
+  launch_forward<Config>({p, options}, {encode_maps<Config>(p), bias_map}, schedule, {}, /*overlaps_previous=*/false,
+                         call.stream);
 }
 
 template <class Config>
@@ -77,7 +82,7 @@ void launch_blocks(const ForwardCall& call) {
   schedule.list = list;
   schedule.taken = &list.head->taken;
   schedule.work_tiles = order.positions();
-  launch_forward<Config>({p}, encode_maps<Config>(p), schedule, ScoreTerms(p), true, call.stream);
+  launch_forward<Config>({p}, encode_maps<Config>(p), schedule, ScoreTerms(p), /*overlaps_previous=*/true, call.stream);
 }
 
 /// Launches a variant of a range if the plan chose these tiles; otherwise returns false.
@@ -93,6 +98,7 @@ bool launch_tiles(const ForwardCall& call) {
   return false;
 }
 
+/// Launches a variant that has tiles for many keys and for few, with the tiles that the plan chose.
 template <class Element, int kHeadDim, int kHeadDimV, ForwardVariant kVariant>
 void run_many_or_few_keys(const ForwardCall& call) {
   if (launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewKeys, kVariant>(call)) return;
@@ -100,6 +106,8 @@ void run_many_or_few_keys(const ForwardCall& call) {
     fail("sm90/forward has no tiles of the shape that was planned");
 }
 
+/// Launches the plain variant, with the tiles that the plan chose, or the variant with score options, which has one
+/// shape.
 template <class Element, int kHeadDim, int kHeadDimV>
 void run_range(const ForwardCall& call) {
   if (has_score_options(call.p.softcap, call.p.alibi_slopes != nullptr, call.p.softmax_scale))

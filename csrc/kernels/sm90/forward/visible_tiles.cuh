@@ -10,7 +10,7 @@ namespace flash_ext::sm90 {
 /// Metadata of a key tile. Bit g: warpgroup g visits it. Bit kMasked + g: a mask hides part of it from warpgroup g. Bit
 /// kWindowed + g: the window does. From bit kRunShift on: how many of the following tiles need no metadata except
 /// kMasked, because without masks all rows see all of them, and none is the last of the work tile.
-struct alignas(8) TileMetadata {  // one load; K is released behind a branch that waits for it
+struct alignas(8) TileMetadata {  // one load; K is released after a branch that waits for it
   static constexpr int kMasked = 8, kWindowed = 16, kRunShift = 24;
   static constexpr uint32_t kAll = (1u << kMasked) - 1, kMostRun = 31, kSanitised = 1u << 30, kLast = 1u << 31;
 

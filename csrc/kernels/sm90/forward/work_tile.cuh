@@ -48,7 +48,7 @@ struct WorkTileOptions<true> {
 };
 
 /// A query tile of one head, and the key tiles that it sees. Key tiles are visited from first_tile() down to
-/// `tiles.begin`, and then from the last one down to the one behind first_tile().
+/// `tiles.begin`, and then from the last one down to the one after first_tile().
 template <class Config>
 struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
                          WorkTileSplit<Config::kSplitsKv>,
@@ -61,7 +61,7 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
   // their keys. It has seen a key earlier, and so has a stabiliser.
   int fixed_max_end[Config::kWarpgroups], fixed_max_begin[Config::kWarpgroups];
 
-  int tail_tile;  // the tile that loads rows of K and V behind the sequence; -1 = none
+  int tail_tile;  // the tile that loads rows of K and V past the sequence; -1 = none
   // A work tile that failed is recomputed with V sanitised and everything else as before, so that hidden values change
   // no bit. If sums overflowed, or if it fails again, it runs on the safe path, with the running maximum.
   bool sanitised, safe_path;
@@ -79,7 +79,7 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
         overflowed(false),
         met_non_finite(false) {}
 
-  /// Sets the key tiles. `seen`: the tiles that any query sees. tail_in_memory: memory has rows behind the sequence's
+  /// Sets the key tiles. `seen`: the tiles that any query sees. tail_in_memory: memory has rows after the sequence's
   /// end, which the last tile loads.
   __device__ __forceinline__ void set_tiles(const AttentionParams& p, const TileSpan& seen, bool tail_in_memory) {
     tiles = seen;
@@ -95,7 +95,7 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
                                            int all_begin) {
     const bool none = seen.begin == seen.end;
     rows[g] = {none ? all_begin : seen.begin, none ? all_begin : seen.end, seen.full_begin, seen.full_end};
-    // If the first row sees a key of the tile behind the full ones, all rows do.
+    // If the first row sees a key of the tile after the full ones, all rows do.
     int fixed_end = sequence.keys_end(first) > seen.full_end * Config::kBlockN ? seen.full_end : seen.full_end - 1;
     // With ALiBi scores rise towards the diagonal of the first row.
     if (Config::kScoreOptions && p.alibi_slopes)
@@ -130,7 +130,7 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
   }
 
   /// Returns the last tile of the run from `tile` downwards, no further than `stop`, in which a warpgroup keeps its row
-  /// max: all its rows see all of these tiles and have stabilisers. In the second part of the visits, behind the
+  /// max: all its rows see all of these tiles and have stabilisers. In the second part of the visits, past the
   /// diagonal, rows have stabilisers if the first part had a full tile. Returns tile + 1 if the run is empty.
   __device__ __forceinline__ int fixed_max_from(int group, int tile, int stop) const {
     const TileSpan& seen = rows[group];

@@ -45,7 +45,7 @@ struct ForwardF32Barriers {
   __device__ __forceinline__ static int of_warpgroup(int warpgroup) { return kWarpgroup1 + (warpgroup - 1); }
 };
 
-/// The shared memory behind the subtiles. A barrier's name says what the end of its phase means.
+/// The shared memory after the subtiles. A barrier's name says what the end of its phase means.
 template <class Config>
 struct ForwardF32Storage {
   static constexpr int kSlots = 2;
