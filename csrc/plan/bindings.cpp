@@ -16,6 +16,7 @@
 #include "names.h"
 #include "plan.h"
 #include "problem_text.h"
+#include "splits.h"
 
 namespace py = pybind11;
 using namespace flash_ext;
@@ -272,7 +273,7 @@ PYBIND11_MODULE(_plan, m) {
   m.attr("MAX_CUDA_BATCH") = kMaxCudaBatch;
   m.attr("MAX_CUDA_SEQLEN_Q") = kMaxCudaSeqlenQ;
   m.attr("MAX_CUDA_SEQLEN_K") = kMaxCudaSeqlenK;
-  m.attr("MIN_SPLIT_SIZE") = kMinSplitSize;
-  m.attr("MAX_SPLITS") = kMaxSplits;
+  m.attr("MIN_SPLIT_SIZE") = kCpuMinSplitSize;
+  m.attr("MAX_SPLITS") = kCpuMaxSplits;
   m.attr("BATCH_INVARIANT_SPLIT_SIZE") = kBatchInvariantSplitSize;
 }

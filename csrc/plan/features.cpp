@@ -62,7 +62,7 @@ constexpr FeatureRow kFeatures[] = {
     {kDeterministicBesideOptions, "deterministic beside options", asks_for_order_beside_options},
     {kDeterministicBesideMasks, "deterministic beside masks of query-key pairs", asks_for_order_beside_masks},
     {kBiasOfOddRows, "a bias whose rows are not made of 16-byte chunks",
-     [](const Problem& p) { return p.has_bias && (!p.bias_in_chunks || p.bias_dtype == DType::kFloat64); }},
+     [](const Problem& p) { return p.has_bias && !copies_bias_in_chunks(p); }},
     {kManyRows, "more than 256 queries or keys (128 beyond head_dim 64)", has_many_rows},
     {kPacked, "packed sequences", [](const Problem& p) { return p.total_q > 0 || p.total_k > 0; }},
     {kGroupedHeads, "grouped heads", [](const Problem& p) { return p.heads_q != p.heads_kv; }},

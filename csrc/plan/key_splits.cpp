@@ -8,6 +8,7 @@
 
 #include "kernels/common/mask/tile_range.h"
 #include "kernels/sm90/forward/tile_order.h"
+#include "lengths.h"
 #include "text.h"
 
 namespace flash_ext::plan {
@@ -28,8 +29,6 @@ constexpr int64_t kFewestKeyTiles = 4;       // of a split
 constexpr double kWorthLeavingWhole = 0.85;  // a tile with less than this share of the cycles of others may stay whole
 constexpr double kAboutTheSame = 1.1;        // ratio of cycles up to which tiles count as equal
 constexpr size_t kMostRows = 16;             // rows of equal tiles; a causal mask has more, and its order balances it
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// Query tiles that cost the same.
 struct EqualTiles {

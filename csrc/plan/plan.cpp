@@ -30,7 +30,7 @@ void choose_bias_kernel(Draft& draft) {
 }
 
 /// Chooses how the kernel of the gradient of bias runs, where the plan decides it.
-void choose_bias_tiles(Draft& draft) {
+void choose_bias_kernel_tiles(Draft& draft) {
   if (draft.plan.bias_kernel == KernelId::kNone) return;
   const KernelRow& row = row_of(draft.plan.bias_kernel);
   if (row.choose_tiles != nullptr) row.choose_tiles(draft);
@@ -73,7 +73,7 @@ Plan make_plan(const Problem& problem, bool explain) {
   draft.plan.kernel = kernel.id;
   draft.plan.reads_by_tma = kernel.reads_by_tma;
   choose_bias_kernel(draft);
-  choose_bias_tiles(draft);
+  choose_bias_kernel_tiles(draft);
   explain_kernel(draft);
   choose_mask_class(draft);
   explain_products(draft);

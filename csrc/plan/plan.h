@@ -63,12 +63,4 @@ Support supports(const Problem& problem);
 /// Plan::reasons, which takes longer than all decisions.
 Plan make_plan(const Problem& problem, bool explain);
 
-/// The number of ranges of keys with which `work_items` independent items keep `num_workers` busy. It grows with
-/// seqlen_k and num_workers, and shrinks with work_items. A range has at least kMinSplitSize keys.
-int64_t choose_num_splits(int64_t work_items, int64_t num_workers, int64_t seqlen_k);
-
-constexpr int64_t kMinSplitSize = 256;             // shorter ranges cost more in merging than they gain
-constexpr int64_t kMaxSplits = 128;                // bounds the memory of partial results
-constexpr int64_t kBatchInvariantSplitSize = 512;  // constant, so that splits do not depend on the batch
-
 }  // namespace flash_ext::plan

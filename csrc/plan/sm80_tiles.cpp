@@ -50,7 +50,7 @@ const char* name_of(sm80::ForwardVariant variant) {
 }
 
 /// Decides whether tiles of bias come to shared memory: there must be room, and rows of 16-byte chunks.
-void choose_bias_tiles(Draft& draft, sm80::ForwardVariant variant, const sm80::ForwardShape& shape, int head_dim) {
+void choose_bias_staging(Draft& draft, sm80::ForwardVariant variant, const sm80::ForwardShape& shape, int head_dim) {
   const Problem& p = draft.p;
   const bool reads = variant == sm80::ForwardVariant::kReads;
   const int bytes = sm80::forward_shared_bytes(shape, head_dim, is_float(p)) +
@@ -141,7 +141,7 @@ void choose_sm80_forward_tiles(Draft& draft) {
   draft.plan.block_n = shape.block_n;
   draft.because("tile ", shape.block_m(), " x ", shape.block_n, ": ", shape.warps, " warps of ", shape.warp_rows,
                 " queries, for head dims up to ", head_dim, small ? "; two CTAs share the memory of an SM" : "");
-  if (p.has_bias) choose_bias_tiles(draft, variant, shape, head_dim);
+  if (p.has_bias) choose_bias_staging(draft, variant, shape, head_dim);
   choose_head_sections(draft);
 }
 

@@ -111,6 +111,46 @@ const char* backward_variant(const Problem& p, bool in_turns = false) {
   return in_turns ? found.in_turns : found.name;
 }
 
+constexpr double kCta = 8000;  // cycles of a CTA in addition to its steps
+// Cycles of a step, by the head dim of the kernel.
+constexpr double kPlainStepOf128 = 3260;
+constexpr double kOptionsStepOf64 = 3670, kOptionsStepOf128 = 4170;
+constexpr double kWideStepOf192 = 3700, kWideStepOf256 = 4800;
+// The persistent kernel: cycles of a step, and of a key tile in addition to its steps.
+constexpr double kPersistentStep = 2800, kPersistentTile = 2600;
+// The float32 kernel: cycles of a CTA in addition to its steps, and of a step.
+constexpr double kF32Cta = 6000;
+constexpr double kF32StepOf64 = 5200, kF32StepOf128 = 9800, kF32StepOf192 = 9600, kF32StepOf256 = 10900;
+
+/// Cycles of a step of the pipelined loop: cycles of the plain step times a factor of the option, measured at 4 x 4096.
+double pipelined_step_of_128(int options) {
+  switch (options) {
+    case sm90::kStepSoftcapped:
+      return 1.06 * kPlainStepOf128;
+    case sm90::kStepAlibi:
+      return 1.08 * kPlainStepOf128;
+    case sm90::kStepMasked:
+      return 1.16 * kPlainStepOf128;
+    case sm90::kStepDrops | sm90::kStepKeyBiased:
+      return 1.34 * kPlainStepOf128;
+    default:
+      return 1.26 * kPlainStepOf128;
+  }
+}
+
+double f32_step(int head_dim) {
+  switch (head_dim) {
+    case 64:
+      return kF32StepOf64;
+    case 128:
+      return kF32StepOf128;
+    case 192:
+      return kF32StepOf192;
+    default:
+      return kF32StepOf256;
+  }
+}
+
 }  // namespace
 
 bool overlaps_sm90_backward(const Problem& p) {
@@ -170,27 +210,6 @@ void choose_sm90_backward_f32_tiles(Draft& draft) {
                 "for head dims up to ", head_dim);
 }
 
-constexpr double kCta = 8000;  // cycles of a CTA in addition to its steps
-constexpr double kStepOf64 = 3670, kPlainStepOf128 = 3260;
-// The persistent kernel: cycles of a step, and of a key tile in addition to its steps.
-constexpr double kPersistentStep = 2800, kPersistentTile = 2600;
-
-/// Cycles of a step of the pipelined loop: cycles of the plain step times a factor of the option, measured at 4 x 4096.
-double pipelined_step_of_128(int options) {
-  switch (options) {
-    case sm90::kStepSoftcapped:
-      return 1.06 * kPlainStepOf128;
-    case sm90::kStepAlibi:
-      return 1.08 * kPlainStepOf128;
-    case sm90::kStepMasked:
-      return 1.16 * kPlainStepOf128;
-    case sm90::kStepDrops | sm90::kStepKeyBiased:
-      return 1.34 * kPlainStepOf128;
-    default:
-      return 1.26 * kPlainStepOf128;
-  }
-}
-
 BackwardTiles sm90_backward_tiles(const Problem& p) {
   const sm90::BackwardShape shape = overlapping_shape(p);
   const int head_dim = head_dim_of_kernel(p), options = serving_options(p);
@@ -211,23 +230,23 @@ BackwardTiles sm90_backward_persistent_tiles(const Problem& p) {
 BackwardTiles sm90_backward_options_tiles(const Problem& p) {
   const int head_dim = head_dim_of_kernel(p);
   const sm90::BackwardShape shape = sm90::backward_shape(head_dim);
-  return {shape.block_m, keys_of(shape), head_dim, head_dim == 64 ? kStepOf64 : 4170, kCta};
+  return {shape.block_m, keys_of(shape), head_dim, head_dim == 64 ? kOptionsStepOf64 : kOptionsStepOf128, kCta};
 }
 
 BackwardTiles sm90_backward_wide_tiles(const Problem& p) {
   const int head_dim = head_dim_of_kernel(p);
   const sm90::BackwardShape shape = sm90::backward_shape(head_dim);
-  return {shape.block_m, keys_of(shape), head_dim, head_dim == 192 ? 3700.0 : 4800.0, kCta, shape.key_groups};
+  return {shape.block_m, keys_of(shape),  head_dim, head_dim == 192 ? kWideStepOf192 : kWideStepOf256,
+          kCta,          shape.key_groups};
 }
 
 BackwardTiles sm90_backward_f32_tiles(const Problem& p) {
   const int head_dim = sm90::backward_f32_head_dim(p.head_dim, p.head_dim_v);
-  const double step = head_dim == 64 ? 5200 : head_dim == 128 ? 9800 : head_dim == 192 ? 9600 : 10900;
   return {sm90::kBackwardF32BlockM,
           sm90::kBackwardF32BlockN,
           head_dim,
-          step,
-          6000,
+          f32_step(head_dim),
+          kF32Cta,
           sm90::backward_f32_ctas_of_cluster(head_dim)};
 }
 

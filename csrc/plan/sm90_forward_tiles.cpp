@@ -4,6 +4,7 @@
 #include "features.h"
 #include "kernels/common/mask/tile_range.h"
 #include "kernels/common/scheduler/work_order.h"
+#include "kernels/sm90/common/score_options.h"
 #include "kernels/sm90/forward/shape.h"
 #include "kernels/sm90/forward/tile_order.h"
 #include "kernels/sm90/forward_f32/shape.h"
@@ -34,8 +35,9 @@ double keys_visited(const Problem& p, int64_t block_n) {
 
 bool has_score_options(const Problem& p) { return sm90::has_score_options(p.softcap, p.has_alibi, p.softmax_scale); }
 
-/// Whether tiles of many queries would leave too many warpgroups without rows. Measured on H200.
-bool has_few_queries(const Problem& p, const sm90::HeadDims& dims, const sm90::ForwardShape& many) {
+/// Whether a call runs tiles for few queries, because tiles of many would leave too many warpgroups without rows.
+/// Measured on H200.
+bool fills_few_query_tiles(const Problem& p, const sm90::HeadDims& dims, const sm90::ForwardShape& many) {
   constexpr double kFewerRows = 0.8;
   if (p.wants_max_logit || !sm90::has_tiles(dims, sm90::ForwardTiles::kFewQueries)) return false;
   const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardTiles::kFewQueries);
@@ -77,7 +79,7 @@ sm90::ForwardShape many_or_few_keys_shape(Draft& draft, const sm90::HeadDims& di
 sm90::ForwardShape choose_forward_shape(Draft& draft, const sm90::HeadDims& dims) {
   const sm90::ForwardShape many = sm90::forward_shape(dims, sm90::ForwardTiles::kManyKeys);
   if (has_score_options(draft.p)) return many;
-  if (has_few_queries(draft.p, dims, many)) return few_queries_shape(draft, dims);
+  if (fills_few_query_tiles(draft.p, dims, many)) return few_queries_shape(draft, dims);
   return many_or_few_keys_shape(draft, dims);
 }
 

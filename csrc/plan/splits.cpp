@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kCpuWantedItems = 16;
 
 constexpr int64_t kCudaMaxSplits = 512;
-constexpr int64_t kMinCudaSplitSize = 64;      // a tile for each warp of a CTA
+constexpr int64_t kCudaMinSplitSize = 64;      // a tile for each warp of a CTA
 constexpr int64_t kMaxRaggedSplitSize = 4096;  // if lengths may differ: else all SMs wait for one long sequence
 
 /// Splits the keys of each tile so that all SMs are busy to the end. Times are counted in bytes: the keys and values
@@ -28,7 +28,7 @@ int64_t choose_cuda_splits(int64_t tiles, int64_t num_sms, int64_t ctas_per_sm, 
   constexpr int64_t kWaves = 4;
   const int64_t slots = num_sms * ctas_per_sm;
   tiles = std::max<int64_t>(tiles, 1);
-  const int64_t most = std::clamp<int64_t>(keys / kMinCudaSplitSize, 1, kCudaMaxSplits);
+  const int64_t most = std::clamp<int64_t>(keys / kCudaMinSplitSize, 1, kCudaMaxSplits);
   const auto cost = [&](int64_t splits) {
     const int64_t ctas = tiles * splits, waves = ceil_div(ctas, slots);
     const double idle = 1.0 - static_cast<double>(ctas) / static_cast<double>(waves * slots);
@@ -62,7 +62,7 @@ void split_at_fixed_keys(Draft& draft) {
 
 void split_as_told(Draft& draft) {
   const Problem& p = draft.p;
-  const int64_t cap = p.device == Device::kCuda ? kCudaMaxSplits : kMaxSplits;
+  const int64_t cap = p.device == Device::kCuda ? kCudaMaxSplits : kCpuMaxSplits;
   const int64_t most = std::clamp<int64_t>(ceil_div(p.seqlen_k, kCpuBlockN), 1, cap);
   draft.plan.num_splits = std::min(p.num_splits, most);
   draft.because(counted(draft.plan.num_splits, "split"), ": num_splits = ", p.num_splits, ", at most ", most, " for ",
@@ -94,8 +94,8 @@ void split_for_threads(Draft& draft) {
 
 int64_t choose_num_splits(int64_t work_items, int64_t num_workers, int64_t seqlen_k) {
   const int64_t to_fill = ceil_div(num_workers, std::max<int64_t>(1, work_items));
-  const int64_t worthwhile = seqlen_k / kMinSplitSize;
-  return std::clamp<int64_t>(std::min(to_fill, worthwhile), 1, kMaxSplits);
+  const int64_t worthwhile = seqlen_k / kCpuMinSplitSize;
+  return std::clamp<int64_t>(std::min(to_fill, worthwhile), 1, kCpuMaxSplits);
 }
 
 void keep_keys_together(Draft& draft) { draft.because("1 split: the result does not depend on the number of threads"); }
