@@ -132,6 +132,45 @@ SplitKvSchedule schedule_split_forward(const AttentionParams& p, const KeySplits
 /// Columns of out that a CTA combines: as many as write_out_row() exchanges. More CTAs have more loads in flight.
 constexpr int kCombinedColumns = 32;
 
+/// Finds the largest stabilisers of the lane's two rows. partial_of(split): the lane's part of a split. Returns whether
+/// a split met Inf or NaN that some rows do not see.
+template <class Tile, class PartialOf>
+__device__ __forceinline__ bool find_stabilisers(float (&stabiliser)[2], int num_splits, int lane,
+                                                 PartialOf partial_of) {
+  bool met_non_finite = false;
+#pragma unroll 4
+  for (int split = 0; split < num_splits; ++split) {
+    const float4 state = *Tile::state(partial_of(split));
+    stabiliser[0] = fmaxf(stabiliser[0], state.x);
+    stabiliser[1] = fmaxf(stabiliser[1], state.y);
+    met_non_finite |= Tile::met_non_finite(partial_of(split), lane)[0] != 0;
+  }
+  return met_non_finite;
+}
+
+/// Adds the splits of the lane's two rows, in the order of the keys.
+template <class Tile, int kD, class PartialOf>
+__device__ __forceinline__ void add_splits(float (&out)[kD][4], float (&sum)[2], const float (&stabiliser)[2],
+                                           int num_splits, int first_column, PartialOf partial_of) {
+#pragma unroll 4
+  for (int split = 0; split < num_splits; ++split) {
+    const float4* const g_split = partial_of(split);
+    const float4 state = *Tile::state(g_split);
+    const float factor[2] = {state.x == stabiliser[0] ? 1.0f : ptx::exp2_approx(state.x - stabiliser[0]),
+                             state.y == stabiliser[1] ? 1.0f : ptx::exp2_approx(state.y - stabiliser[1])};
+    sum[0] = fmaf(factor[0], state.z, sum[0]);
+    sum[1] = fmaf(factor[1], state.w, sum[1]);
+#pragma unroll
+    for (int d = 0; d < kD; ++d) {
+      const float4 partial = g_split[(first_column / 8 + d) * 32];
+      out[d][0] = fmaf(factor[0], partial.x, out[d][0]);
+      out[d][1] = fmaf(factor[0], partial.y, out[d][1]);
+      out[d][2] = fmaf(factor[1], partial.z, out[d][2]);
+      out[d][3] = fmaf(factor[1], partial.w, out[d][3]);
+    }
+  }
+}
+
 /// Combines the splits of split work tiles: a CTA for 64 rows and kCombinedColumns columns.
 template <class Config>
 __global__ void __launch_bounds__(kWarpgroupThreads)
@@ -157,32 +196,9 @@ __global__ void __launch_bounds__(kWarpgroupThreads)
     return Tile::of_lane(schedule.partial_of(work_tile, split), group, warp, lane);
   };
   float stabiliser[2] = {-INFINITY, -INFINITY}, sum[2] = {};
-  bool met_non_finite = false;
-#pragma unroll 4
-  for (int split = 0; split < num_splits; ++split) {
-    const float4 state = *Tile::state(partial_of(split));
-    stabiliser[0] = fmaxf(stabiliser[0], state.x);
-    stabiliser[1] = fmaxf(stabiliser[1], state.y);
-    met_non_finite |= Tile::met_non_finite(partial_of(split), lane)[0] != 0;
-  }
+  const bool met_non_finite = find_stabilisers<Tile>(stabiliser, num_splits, lane, partial_of);
   float out[kD][4] = {};
-#pragma unroll 4
-  for (int split = 0; split < num_splits; ++split) {
-    const float4* const g_split = partial_of(split);
-    const float4 state = *Tile::state(g_split);
-    const float factor[2] = {state.x == stabiliser[0] ? 1.0f : ptx::exp2_approx(state.x - stabiliser[0]),
-                             state.y == stabiliser[1] ? 1.0f : ptx::exp2_approx(state.y - stabiliser[1])};
-    sum[0] = fmaf(factor[0], state.z, sum[0]);
-    sum[1] = fmaf(factor[1], state.w, sum[1]);
-#pragma unroll
-    for (int d = 0; d < kD; ++d) {
-      const float4 partial = g_split[(first_column / 8 + d) * 32];
-      out[d][0] = fmaf(factor[0], partial.x, out[d][0]);
-      out[d][1] = fmaf(factor[0], partial.y, out[d][1]);
-      out[d][2] = fmaf(factor[1], partial.z, out[d][2]);
-      out[d][3] = fmaf(factor[1], partial.w, out[d][3]);
-    }
-  }
+  add_splits<Tile>(out, sum, stabiliser, num_splits, first_column, partial_of);
   const float sink = sink_of(p, sequence.head);
   auto rows = query_rows<Element>(p.out, sequence);
   rows.base += first_column;
