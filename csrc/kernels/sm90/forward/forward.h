@@ -8,8 +8,8 @@
 
 namespace flash_ext::sm90 {
 
-/// Bytes of scratch memory that forward() needs. A call without bias, masks, dropout, splits (split_kv.h) or a list of
-/// work tiles needs none if each CTA has one query tile at most, or takes its tiles in turn.
+/// Bytes of scratch memory that forward() needs. A call without bias, masks, dropout, splits (launch_plan.h) or a list
+/// of work tiles needs none if each CTA has one query tile at most, or takes its tiles in turn.
 int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n, const KeySplits& splits);
 
 /// Computes out and lse of every row that a sequence covers. Serves float16 and bfloat16, all options, a bias of 16

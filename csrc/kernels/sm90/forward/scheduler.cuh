@@ -6,7 +6,7 @@
 
 #include "kernels/common/scheduler/forward_schedule.cuh"
 #include "kernels/ptx/reread.h"
-#include "split_kv.h"
+#include "launch_plan.h"
 #include "storage.cuh"
 #include "tile_order.h"
 
@@ -109,8 +109,6 @@ class ForwardScheduler {
   }
 
  private:
-  __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
-
   /// Marks all slots as not failed.
   __device__ __forceinline__ void zero_slots(int lane) const {
     if (lane < Config::kSlots) storage_.work_tile_in(lane).failed = false;

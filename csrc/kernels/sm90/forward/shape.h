@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "kernels/common/score/scale.h"
-#include "kernels/sm90/common/score_options.h"
 #include "kernels/sm90/common/warpgroup.h"
 
 namespace flash_ext::sm90 {
@@ -184,14 +183,14 @@ constexpr int rows_of_copy(int block_n, int64_t page_size) {
 }
 
 /// What decides whether the variant of block masks serves a call.
-struct BlocksCall {
+struct ForwardBlocksCall {
   int64_t block_m, block_n;  // 0: no block mask
   bool only_blocks;          // no bias, other mask, dropout, softcap, ALiBi, window; a normal scale
   bool equal_lengths;        // the host knows them all
   int64_t head_dim, head_dim_v;
 };
 
-constexpr bool lists_blocks(const BlocksCall& call) {
+constexpr bool lists_blocks(const ForwardBlocksCall& call) {
   const HeadDims dims = first_that_serves(kForwardBlocksHeadDims, call.head_dim, call.head_dim_v);
   if (call.block_m == 0 || dims.qk == 0 || !call.only_blocks || !call.equal_lengths) return false;
   const ForwardShape shape = forward_blocks_shape(dims);

@@ -2,10 +2,9 @@
 // block masks.
 #pragma once
 
-#include "kernels/common/dropout/philox.h"
+#include "kernels/common/lengths.h"
 #include "kernels/common/scheduler/longest_first.h"
 #include "shape.h"
-#include "split_kv.h"
 
 namespace flash_ext::sm90 {
 
@@ -14,7 +13,7 @@ inline VariantOptions variant_options(const AttentionParams& p) {
           p.mask.data || p.blocks.offsets, scales_first(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale)};
 }
 
-inline BlocksCall blocks_call(const AttentionParams& p) {
+inline ForwardBlocksCall blocks_call(const AttentionParams& p) {
   const bool other_options = p.bias.data || p.mask.data || p.dropout.rule.threshold > 0 ||
                              scales_first(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale);
   return {p.blocks.offsets ? p.blocks.block_m : 0,

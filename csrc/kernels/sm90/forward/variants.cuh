@@ -4,6 +4,7 @@
 #include "forward_call.h"
 #include "kernel.cuh"
 #include "kernels/launch.h"
+#include "kernels/sm90/common/score_options.h"
 #include "variant_of_call.h"
 
 namespace flash_ext::sm90 {

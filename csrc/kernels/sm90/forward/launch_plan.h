@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "kernels/common/host_device.h"
 #include "kernels/common/lengths.h"
 #include "kernels/common/scheduler/key_splits.h"
 #include "kernels/launch.h"
