@@ -39,8 +39,8 @@ struct ForwardConfig {
   static constexpr int kValueStages = kShape.value_stages;
   static constexpr int kRegisters = kShape.registers;
   static constexpr int kProducerRegisters = kShape.producer_registers;
-  static constexpr int kKeyParts = kBlockN / kKeyGroup;         // parts of a tile; masks and biases come in parts
-  static constexpr int kDrawsBits = kDrops ? kBlockN / 16 : 1;  // Philox's groups of keys in a tile
+  static constexpr int kKeyParts = kBlockN / kKeyGroup;               // parts of a tile; masks and biases come in parts
+  static constexpr int kRandomKeyGroups = kDrops ? kBlockN / 16 : 1;  // Philox's groups of keys in a tile
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
   static constexpr int kCtasPerSm = kShape.ctas_per_sm;
   static constexpr bool kOverlaps = kShape.overlaps;

@@ -3,6 +3,7 @@
 
 #include "kernels/common/sanitise.cuh"
 #include "kernels/common/score/max_logit.cuh"
+#include "kernels/ptx/reread.h"
 #include "kernels/sm90/common/store_rows.cuh"
 #include "rows.cuh"
 #include "split_kv.cuh"
@@ -14,9 +15,9 @@ class ForwardEpilogue : public ForwardRows<Config> {
   using Base = ForwardRows<Config>;
 
  protected:
-  using Base::address, Base::k_at_, Base::kBlockN, Base::kD, Base::lane_, Base::largest_, Base::out_, Base::p_,
-      Base::q_at_, Base::query_tile, Base::row_sum_, Base::s_tiles_, Base::stabiliser_, Base::storage_, Base::v_at_,
-      Base::warp_, Base::warpgroup_;
+  using Base::k_at_, Base::kBlockN, Base::kD, Base::lane_, Base::largest_, Base::out_, Base::p_, Base::q_at_,
+      Base::query_tile, Base::row_sum_, Base::s_tiles_, Base::stabiliser_, Base::storage_, Base::v_at_, Base::warp_,
+      Base::warpgroup_;
 
  public:
   using Base::Base;

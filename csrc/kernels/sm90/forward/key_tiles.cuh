@@ -11,8 +11,8 @@ namespace flash_ext::sm90 {
 template <class Config>
 class RangeTiles {
  public:
-  // The next work tile is taken when so many key tiles of this one, and one more, are still to be loaded. Taking it
-  // earlier spreads work tiles less evenly over CTAs; taking it later makes loads wait for it.
+  // The next work tile is taken when kTilesAhead + 1 key tiles of this one are still to be loaded. Taking it earlier
+  // spreads work tiles less evenly over CTAs; taking it later makes loads wait for it.
   static constexpr int kTilesAhead = 3;
 
   struct Keys {
@@ -151,7 +151,7 @@ class ListedTiles {
         first_entry_(work_tile.first_entry),
         lane_(lane),
         left_(work_tile.blocks) {
-    ask();
+    prefetch_chunk();
     take_chunk();
   }
 
@@ -178,7 +178,7 @@ class ListedTiles {
 
  private:
   /// Loads the next 32 entries.
-  __device__ __forceinline__ void ask() {
+  __device__ __forceinline__ void prefetch_chunk() {
     const int entry = left_ - 1 - lane_;
     coming_block_ = coming_bitmap_ = 0;
     if (entry < 0) return;
@@ -197,7 +197,7 @@ class ListedTiles {
     at_ = 0;
     part_ = tiles_of_block_ - 1;
     left_ -= 32;
-    ask();
+    prefetch_chunk();
   }
 
   const BlockMaskParams& blocks_;

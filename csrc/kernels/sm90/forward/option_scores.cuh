@@ -4,6 +4,7 @@
 
 #include "epilogue.cuh"
 #include "kernels/common/dropout/random_bits.cuh"
+#include "kernels/common/mask/bits.cuh"
 #include "kernels/ptx/ldmatrix.h"
 #include "kernels/ptx/load_shared.h"
 
@@ -55,7 +56,7 @@ __device__ __forceinline__ void hide_by_bits(float (&s)[1][kN][4], const uint32_
   for (int n = 0; n < kN; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      if (!(visible[n / 8][e / 2] >> (2 * (n % 8) + e % 2) & 1u)) s[0][n][e] = -INFINITY;
+      if (!QuadOrder::sees(visible[n / 8][e / 2], n % 8, e % 2)) s[0][n][e] = -INFINITY;
 }
 
 template <class Config>
@@ -63,7 +64,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
   using Base = ForwardEpilogue<Config>;
 
  protected:
-  using Base::address, Base::k_at_, Base::kBlockN, Base::kD, Base::kN, Base::lane_, Base::out_, Base::p_, Base::release,
+  using Base::k_at_, Base::kBlockN, Base::kD, Base::kN, Base::lane_, Base::out_, Base::p_, Base::release,
       Base::row_sum_, Base::stabiliser_, Base::warp_, Base::warpgroup_;
   using typename Base::Element, typename Base::Scores, typename Base::Weights;
   static constexpr int kKeyParts = Config::kKeyParts;
@@ -76,7 +77,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
   using KeptWeights = uint32_t[kKeyParts];
   static_assert(kKeyGroup == kDropoutKeys);
   // Loading a bias ahead of S takes registers that dropout needs.
-  static constexpr bool kAsksForBias = !Config::kDrops;
+  static constexpr bool kPreloadsBias = !Config::kDrops;
   static constexpr bool kOnlyBias = Config::kOnlyBias, kOnlyMask = Config::kOnlyMask, kSingle = kOnlyBias || kOnlyMask;
   // In base 2. Where a bias pads with -10000, or with the lowest number of float16, stabilisers lie below this.
   static constexpr float kLowStabiliser = -8192.0f;
@@ -91,7 +92,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
         options_(arguments.call.options),
         storage_(storage),
         s_bias_(s_tiles + Config::kBiasOffset + group * Config::kBiasSlots * Config::kBiasPartBytes) {
-    if constexpr (Config::kDrops) draw_key_.seeds = uniform_seeds(p_.dropout);
+    if constexpr (Config::kDrops) random_key_.seeds = uniform_seeds(p_.dropout);
     if constexpr (kOnlyBias) s_lane_ = bias_part(0).lane_at();
     if constexpr (kOnlyMask) s_lane_ = bits_of_lane(warp_, lane_);
   }
@@ -138,14 +139,14 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
  protected:
   /// Loads the terms of random bits that depend on the tile's keys alone; they arrived with K. It is called early,
   /// because products keep shared memory busy later.
-  __device__ __forceinline__ void ask_for_random_bits(SharedRandomBits& random_bits) const {
+  __device__ __forceinline__ void load_random_bits(SharedRandomBits& random_bits) const {
     const KeyRandomBits* const s_keys = storage_.key_random_bits[k_at_.stage()] + lane_ % 4;
 #pragma unroll
     for (int part = 0; part < kKeyParts; ++part) random_bits[part] = s_keys[4 * part];
   }
 
   /// Waits until these terms are loaded. It must precede the release of K: an arrival does not wait for loads in
-  /// flight. draw() uses them later, between the exponentials, which leave issue slots free.
+  /// flight. compute_kept() uses them later, between the exponentials, which leave issue slots free.
   __device__ __forceinline__ static void wait_for_random_bits(SharedRandomBits& random_bits) {
     uint32_t read = 0;
 #pragma unroll
@@ -158,10 +159,10 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
 
   /// Decides which weights dropout keeps. ptx::reread() keeps the computation here: ptxas would move it to where the
   /// words are needed.
-  __device__ __forceinline__ void draw(KeptWeights& kept, const SharedRandomBits& random_bits) const {
+  __device__ __forceinline__ void compute_kept(KeptWeights& kept, const SharedRandomBits& random_bits) const {
 #pragma unroll
     for (int part = 0; part < kKeyParts; ++part)
-      kept[part] = ptx::reread(draw_kept_weights(p_.dropout.rule, draw_key_, query_random_bits_, random_bits[part]));
+      kept[part] = ptx::reread(draw_kept_weights(p_.dropout.rule, random_key_, query_random_bits_, random_bits[part]));
   }
 
   __device__ __forceinline__ static void drop(Weights& p, const KeptWeights& kept) {
@@ -171,10 +172,10 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
 
   /// The random bits that depend on a work tile and on no key.
   __device__ __forceinline__ void prepare_random_bits(const WorkTile& work_tile) {
-    draw_key_.batch_head =
+    random_key_.batch_head =
         static_cast<uint32_t>(work_tile.sequence.batch * static_cast<int>(p_.heads_q) + work_tile.sequence.head);
     const int first_row = work_tile.first_query + warpgroup_ * kWarpgroupRows + 16 * warp_;
-    query_random_bits_ = QueryRandomBits::of(draw_key_, dropout_query_group(first_row + lane_ / 4));
+    query_random_bits_ = QueryRandomBits::of(random_key_, dropout_query_group(first_row + lane_ / 4));
   }
 
   /// Releases the bias of this tile. It comes after a branch on the row sums, which depend on all loads of the bias:
@@ -189,7 +190,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
   }
 
   /// Whether the bias of the next tile has arrived.
-  __device__ __forceinline__ bool next_bias_came() const {
+  __device__ __forceinline__ bool next_bias_arrived() const {
     static_assert(kKeyParts == 1);
     auto at = bias_at_;
     at.advance();
@@ -218,7 +219,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
 
   __device__ __forceinline__ static void hide_weights(Scores& s, const VisibleBits& visible) {
     for_each_score(s, [&](float& x, int, int n, int e) {
-      if (!(visible[n / 8][e / 2] >> (2 * (n % 8) + e % 2) & 1u)) x = 0.0f;
+      if (!QuadOrder::sees(visible[n / 8][e / 2], n % 8, e % 2)) x = 0.0f;
     });
   }
 
@@ -264,9 +265,9 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
   /// Loads the mask bits of this lane's rows, which arrived with K, and returns whether they hide a pair from this
   /// warp. The vote must come before K is released: an arrival does not wait for loads in flight, and TMA could
   /// overwrite the bits first.
-  __device__ __forceinline__ bool look(const TileMetadata& metadata, VisibleBits& visible) const {
+  __device__ __forceinline__ bool load_bits_and_vote(const TileMetadata& metadata, VisibleBits& visible) const {
     if (kOnlyBias || !metadata.is_masked(warpgroup_)) return false;
-    ask_for_bits(visible);
+    load_bits(visible);
     return __any_sync(~0u, hide_something(visible));
   }
 
@@ -276,7 +277,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     return all != 0xFFFFu;
   }
 
-  __device__ __forceinline__ void ask_for_bits(VisibleBits& visible) const {
+  __device__ __forceinline__ void load_bits(VisibleBits& visible) const {
     constexpr int kPairBytes = sizeof(PairBits), kRowBytes = kPairBytes / kWarpgroupRows;
     const uint32_t s_bits = (kOnlyMask ? s_lane_ : bits_of_lane(rematerialise(warp_), rematerialise(lane_))) +
                             k_at_.stage() * Config::kBitsBytes;
@@ -304,12 +305,13 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     if (options_.adds_alibi) rules.add_alibi(s, this->coordinates(work_tile, metadata.tile));
   }
 
-  /// Loads the bias as pairs, in the order in which ldmatrix deals them out. `came`: the bias is known to have arrived.
-  __device__ __forceinline__ void ask_for_bias(BiasPairs& bias, bool came = false) const {
+  /// Loads the bias as pairs, in the order in which ldmatrix deals them out. `arrived`: the bias is known to have
+  /// arrived.
+  __device__ __forceinline__ void load_bias(BiasPairs& bias, bool arrived = false) const {
     auto at = bias_at_;
 #pragma unroll
     for (int part = 0; part < kKeyParts; ++part) {
-      if (!came) ptx::mbarrier_wait(address(storage_.bias_full[warpgroup_][at.stage()]), at.parity());
+      if (!arrived) ptx::mbarrier_wait(address(storage_.bias_full[warpgroup_][at.stage()]), at.parity());
       const uint32_t s_lane =
           kOnlyBias ? s_lane_ + at.stage() * Config::kBiasPartBytes : bias_part(at.stage()).lane_at();
       BiasPart::load(bias[part], s_lane);
@@ -333,7 +335,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
       x = fmaf(kSafe ? saturate_bias(b, options_.most_bias) : b, options_.bias_factor, x);
       if (kSafe && b == -INFINITY) x = -INFINITY;
     };
-    if constexpr (kAsksForBias) {
+    if constexpr (kPreloadsBias) {
 #pragma unroll
       for (int n = 0; n < kN; ++n)
 #pragma unroll
@@ -372,7 +374,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
   const uint32_t s_bias_;  // of this warpgroup
   RingPosition<Config::kBiasSlots> bias_at_;
   uint32_t s_lane_;  // kSingle: the address of this lane's bias, or mask bits, in the first slot or stage
-  RandomKey draw_key_;
+  RandomKey random_key_;
   QueryRandomBits query_random_bits_;  // of this lane's rows
 };
 

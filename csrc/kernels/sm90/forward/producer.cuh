@@ -115,7 +115,7 @@ class ForwardProducer {
     RingPosition<Config::kKeyStages> k_at;
     RingPosition<Config::kValueStages> v_at;
     OutSlots k_slots, v_slots;
-    bool is_first = true;  // key tile of the CTA: its V comes after the first Q and K, because all CTAs start at once
+    bool is_first = true;  // the next key tile is the CTA's first
     while (const WorkTile* const work_tile = queue.front()) {
       const Sequence& s = work_tile->sequence;
       Tiles tiles = tiles_of(*work_tile);
@@ -138,12 +138,11 @@ class ForwardProducer {
             continue;
           }
         }
-        if (Config::kValuesWait && is_first) wait_for_queries(*work_tile);
-        is_first = false;
+        delay_first_value(*work_tile, is_first);
         wait_for_stage(storage_.v_empty, storage_.out_left_values, v_at, v_slots);
         if (lane_ == 0 || Config::kReadsCache) {
-          const uint64_t& came = (work_tile->is_sanitised(keys.tile) ? storage_.v_raw : storage_.v_full)[v_at.stage()];
-          load_keys<kValuePanels>(maps_.v, address(came), s_v_ + v_at.stage() * Config::kValueBytes, row, s, tiles);
+          const uint64_t& full = (work_tile->is_sanitised(keys.tile) ? storage_.v_raw : storage_.v_full)[v_at.stage()];
+          load_keys<kValuePanels>(maps_.v, address(full), s_v_ + v_at.stage() * Config::kValueBytes, row, s, tiles);
         }
         v_at.advance();
         __syncwarp();
@@ -180,8 +179,7 @@ class ForwardProducer {
         } else {
           ptx::mbarrier_wait(address(storage_.v_full[at.stage()]), at.parity());
         }
-        __syncwarp();
-        if (lane_ == 0) ptx::mbarrier_arrive(address(storage_.v_empty[at.stage()]));
+        arrive_as_warp(storage_.v_empty[at.stage()], lane_);
       }
       publish_out_stage(*work_tile, at, slots);
       queue.pop(lane_);
@@ -190,10 +188,12 @@ class ForwardProducer {
 
   /// Whether warp 2 loads V. A tile of pages takes so many copies that one warp does not start all of K and V in time.
   __device__ __forceinline__ bool loads_values_apart() const {
-    if constexpr (Config::kReadsCache) {
-      return Config::kLoadsValuesApart || call_.copies > 1;
+    if constexpr (Config::kLoadsValuesApart) {
+      return true;
+    } else if constexpr (Config::kReadsCache) {
+      return call_.copies > 1;
     } else {
-      return Config::kLoadsValuesApart;
+      return false;
     }
   }
 
@@ -203,30 +203,26 @@ class ForwardProducer {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kValueStages> at;
     OutSlots slots;
-    bool is_first = true;  // as in run_keys()
+    bool is_first = true;  // the next key tile is the CTA's first
     while (WorkTile* const work_tile = queue.front()) {
       Tiles tiles = tiles_of(*work_tile);
       const int begin = work_tile->tiles.begin;
       for (int rank = work_tile->tiles.end - 1; rank >= begin; --rank, at.advance()) {
         const int tile = tiles.take(rank).tile;
         const bool sanitised = work_tile->is_sanitised(tile);
-        if (Config::kValuesWait && is_first) wait_for_queries(*work_tile);
-        is_first = false;
+        delay_first_value(*work_tile, is_first);
         wait_for_stage(storage_.v_empty, storage_.out_left_values, at, slots);
         if (lane_ == 0 || Config::kReadsCache)
           load_keys<kValuePanels>(maps_.v, address((sanitised ? storage_.v_raw : storage_.v_full)[at.stage()]),
                                   s_v_ + at.stage() * Config::kValueBytes, tiles.row(tile), work_tile->sequence, tiles);
         __syncwarp();
         if (sanitised) sanitise_tile(*work_tile, tile, at.stage());
-        __syncwarp();
-        if (lane_ == 0) ptx::mbarrier_arrive(address(storage_.v_empty[at.stage()]));
+        arrive_as_warp(storage_.v_empty[at.stage()], lane_);
       }
       publish_out_stage(*work_tile, at, slots);
       queue.pop(lane_);
     }
   }
-
-  __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
 
   /// Sanitises a tile of V in `stage` once it has arrived, and then arrives at v_full.
   __device__ __forceinline__ void sanitise_tile(WorkTile& work_tile, int tile, int stage) {
@@ -330,11 +326,15 @@ class ForwardProducer {
     ptx::tma_store_wait_read();
   }
 
-  /// Waits for Q of the first work tile.
-  __device__ __forceinline__ void wait_for_queries(const WorkTile& work_tile) const {
+  /// Called before each load of V. With kValuesWait the CTA's first V comes after its first Q and K, because all CTAs
+  /// start at once.
+  __device__ __forceinline__ void delay_first_value(const WorkTile& work_tile, bool& is_first) const {
+    if (Config::kValuesWait && is_first) {
 #pragma unroll
-    for (int g = 0; g < Config::kWarpgroups; ++g)
-      if (work_tile.rows[g].begin < work_tile.rows[g].end) ptx::mbarrier_wait(address(storage_.q_full[g]), 0);
+      for (int g = 0; g < Config::kWarpgroups; ++g)
+        if (work_tile.has_rows(g)) ptx::mbarrier_wait(address(storage_.q_full[g]), 0);
+    }
+    is_first = false;
   }
 
   /// Loads kCount panels of rows, from `row` on, of a head. Packed sequences are one batch entry.

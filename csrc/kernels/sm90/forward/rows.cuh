@@ -4,7 +4,6 @@
 
 #include "arguments.cuh"
 #include "kernels/ptx/barrier.h"
-#include "kernels/ptx/reread.h"
 #include "kernels/ptx/tma.h"
 #include "kernels/ptx/wgmma.h"
 #include "kernels/sm90/common/score_operand.cuh"
@@ -48,8 +47,6 @@ class ForwardRows {
         s_tiles_(s_tiles) {}
 
  protected:
-  __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
-
   __device__ __forceinline__ void release(const uint64_t& barrier) const {
     if (lane_ == 0) ptx::mbarrier_arrive(address(barrier));
   }

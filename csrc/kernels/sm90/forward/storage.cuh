@@ -101,8 +101,8 @@ struct ForwardListedStorage : ForwardStorage<Config> {
 template <class Config>
 struct ForwardVisibleStorage : ForwardStorage<Config> {
   uint64_t bias_full[Config::kWarpgroups][Config::kBiasSlots], bias_empty[Config::kWarpgroups][Config::kBiasSlots];
-  TileMetadata k_metadata[Config::kKeyStages];                            // published with k_full
-  KeyRandomBits key_random_bits[Config::kKeyStages][Config::kDrawsBits];  // published with k_full
+  TileMetadata k_metadata[Config::kKeyStages];                                  // published with k_full
+  KeyRandomBits key_random_bits[Config::kKeyStages][Config::kRandomKeyGroups];  // published with k_full
 
   /// Called by one thread.
   __device__ __forceinline__ void init() {

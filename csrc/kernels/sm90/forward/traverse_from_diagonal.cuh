@@ -14,7 +14,7 @@ template <class Config>
 class TraverseFromDiagonal : public TraverseRange<Config> {
   using Base = TraverseRange<Config>;
   using Rows = ForwardRows<Config>;
-  using Base::p_, Base::stabiliser_, Base::terms_, Base::warpgroup_;
+  using Base::stabiliser_, Base::terms_, Base::warpgroup_;
   using typename Base::Scores, typename Base::Weights;
 
  public:

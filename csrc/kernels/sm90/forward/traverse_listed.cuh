@@ -108,7 +108,7 @@ class TraverseListed : public ForwardEpilogue<Config> {
       this->wait_for_keys();
       keys = listed();
       Visible visible;
-      ask_for_bits(visible, work_tile, keys);
+      load_words(visible, work_tile, keys);
       Base::template step<false>(work_tile, rank, p,
                                  [&](Scores& s) { running_softmax_step<false>(s, work_tile, keys, visible); });
       has_stabilisers |= keys.bitmap == ListedKeys::kFull;
@@ -128,7 +128,7 @@ class TraverseListed : public ForwardEpilogue<Config> {
   __device__ __forceinline__ void softmax_tile(Weights& p, const WorkTile& work_tile, const ListedKeys& keys,
                                                int rank) {
     Visible visible;
-    ask_for_bits(visible, work_tile, keys);
+    load_words(visible, work_tile, keys);
     Base::softmax_tile(work_tile, rank, p,
                        [&](Scores& s) { running_softmax_step<kFirst, kRounds>(s, work_tile, keys, visible); });
   }
@@ -152,8 +152,8 @@ class TraverseListed : public ForwardEpilogue<Config> {
   }
 
   /// Issues the loads of the bitmap words of this lane's rows, ahead of S.
-  __device__ __forceinline__ void ask_for_bits(Visible& visible, const WorkTile& work_tile,
-                                               const ListedKeys& keys) const {
+  __device__ __forceinline__ void load_words(Visible& visible, const WorkTile& work_tile,
+                                             const ListedKeys& keys) const {
     if (keys.bitmap < 0) return;
     const BlockMaskParams& blocks = p_.blocks;
     const int block_m = static_cast<int>(blocks.block_m), words = static_cast<int>(blocks.block_n) / 32;

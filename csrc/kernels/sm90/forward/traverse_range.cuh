@@ -10,8 +10,8 @@ class TraverseRange : public ForwardEpilogue<Config> {
   using Base = ForwardEpilogue<Config>;
 
  protected:
-  using Base::p_, Base::stabiliser_, Base::warpgroup_;
-  using typename Base::Element, typename Base::Scores, typename Base::Weights;
+  using Base::warpgroup_;
+  using typename Base::Scores, typename Base::Weights;
 
  public:
   using Base::Base;

@@ -22,18 +22,18 @@ class TraverseVisible : public ForwardOptionScores<Config> {
   using Base = ForwardOptionScores<Config>;
 
  protected:
-  using Base::add_bias, Base::add_sums, Base::address, Base::ask_for_bias, Base::ask_for_bits,
-      Base::ask_for_random_bits, Base::draw, Base::drop, Base::fence_out, Base::has_bias, Base::hide_by_bias,
-      Base::hide_something, Base::hide_weights, Base::k_at_, Base::kAsksForBias, Base::kKeyParts, Base::kOnlyBias,
-      Base::kOnlyMask, Base::kSingle, Base::look, Base::next_bias_came, Base::options_, Base::prepare_random_bits,
-      Base::release, Base::release_bias, Base::release_values, Base::scale_first, Base::some_stabiliser_is_low,
-      Base::stabiliser_, Base::start_pv, Base::start_qk, Base::storage_, Base::v_at_, Base::wait_for_random_bits,
-      Base::wait_for_values, Base::warpgroup_;
+  using Base::add_bias, Base::add_sums, Base::compute_kept, Base::drop, Base::fence_out, Base::has_bias,
+      Base::hide_by_bias, Base::hide_something, Base::hide_weights, Base::k_at_, Base::kKeyParts, Base::kOnlyBias,
+      Base::kOnlyMask, Base::kPreloadsBias, Base::kSingle, Base::load_bias, Base::load_bits, Base::load_bits_and_vote,
+      Base::load_random_bits, Base::next_bias_arrived, Base::options_, Base::prepare_random_bits, Base::release,
+      Base::release_bias, Base::release_values, Base::scale_first, Base::some_stabiliser_is_low, Base::stabiliser_,
+      Base::start_pv, Base::start_qk, Base::storage_, Base::v_at_, Base::wait_for_random_bits, Base::wait_for_values,
+      Base::warpgroup_;
   using typename Base::BiasPairs, typename Base::Element, typename Base::KeptWeights, typename Base::Scores,
       typename Base::SharedRandomBits, typename Base::VisibleBits, typename Base::Weights;
   static_assert(kKeyParts == 1, "S of 128 keys and P of the tile before do not fit into registers");
   template <bool kBias>
-  static constexpr bool kHasStep = !kBias || kAsksForBias;
+  static constexpr bool kHasStep = !kBias || kPreloadsBias;
   // Bits of mode_. kUpdatesRowMax: this warp updates its row stabilisers in the next tile. kWaits: P of the tile before
   // is computed, its P V is not. kPipelined: the next tiles may take pipelined steps. From bit kRun on: the number of
   // tiles of the current run that follow the current tile.
@@ -114,13 +114,13 @@ class TraverseVisible : public ForwardOptionScores<Config> {
   template <bool kBias>
   __device__ __forceinline__ void softmax_tile(Weights& p, const WorkTile& work_tile, const TileMetadata& metadata) {
     Scores s;
-    uint32_t visible[kKeyParts][2] = {};
+    VisibleBits visible = {};
     BiasPairs bias;
     SharedRandomBits random_bits;
-    if constexpr (Config::kDrops) ask_for_random_bits(random_bits);
+    if constexpr (Config::kDrops) load_random_bits(random_bits);
     start_qk(s);
-    const bool hides = look(metadata, visible);
-    if constexpr (kBias && kAsksForBias) ask_for_bias(bias);
+    const bool hides = load_bits_and_vote(metadata, visible);
+    if constexpr (kBias && kPreloadsBias) load_bias(bias);
     ptx::wgmma_wait<0>();
     ptx::fence_operand(s[0]);
     if constexpr (Config::kDrops) wait_for_random_bits(random_bits);
@@ -150,7 +150,7 @@ class TraverseVisible : public ForwardOptionScores<Config> {
     this->pack(p, s);
     if constexpr (Config::kDrops) {
       KeptWeights kept;
-      draw(kept, random_bits);
+      compute_kept(kept, random_bits);
       drop(p, kept);
     }
   }
@@ -159,9 +159,9 @@ class TraverseVisible : public ForwardOptionScores<Config> {
   template <bool kBias>
   struct StepInputs {
     BiasPairs bias;
-    uint32_t visible[kKeyParts][2];
+    VisibleBits visible;
     bool hides;
-    bool v_came = false;  // V of the tile before has arrived
+    bool v_arrived = false;  // V of the tile before has arrived
   };
 
   /// Takes steps over a run of tiles that the window leaves whole and in which all rows have stabilisers. A step adds
@@ -171,16 +171,16 @@ class TraverseVisible : public ForwardOptionScores<Config> {
   template <bool kBias>
   __device__ __forceinline__ void take_steps(Weights& p) {
     StepInputs<kBias> inputs;
-    if constexpr (kBias) ask_for_bias(inputs.bias);
+    if constexpr (kBias) load_bias(inputs.bias);
 #pragma unroll 1
     while (true) {
       Scores s;
       SharedRandomBits random_bits;
-      if constexpr (Config::kDrops) ask_for_random_bits(random_bits);
-      if constexpr (!kOnlyBias) ask_for_bits(inputs.visible);
+      if constexpr (Config::kDrops) load_random_bits(random_bits);
+      if constexpr (!kOnlyBias) load_bits(inputs.visible);
       const bool partly = !kOnlyBias && storage_.k_metadata[k_at_.stage()].is_masked(warpgroup_);
       start_qk(s);
-      if (!inputs.v_came) wait_for_values();
+      if (!inputs.v_arrived) wait_for_values();
       start_pv(p);
       inputs.hides = !kOnlyBias && __any_sync(~0u, partly && hide_something(inputs.visible));
       ptx::wgmma_wait<1>();
@@ -193,12 +193,12 @@ class TraverseVisible : public ForwardOptionScores<Config> {
       ptx::wgmma_wait<0>();
       fence_out();
       release_values();
-      bool bias_came = false;
-      const bool k_came = ptx::mbarrier_test(address(storage_.k_full[k_at_.stage()]), k_at_.parity());
-      inputs.v_came = ptx::mbarrier_test(address(storage_.v_full[v_at_.stage()]), v_at_.parity());
-      if constexpr (kBias) bias_came = next_bias_came();
+      bool bias_arrived = false;
+      const bool k_arrived = ptx::mbarrier_test(address(storage_.k_full[k_at_.stage()]), k_at_.parity());
+      inputs.v_arrived = ptx::mbarrier_test(address(storage_.v_full[v_at_.stage()]), v_at_.parity());
+      if constexpr (kBias) bias_arrived = next_bias_arrived();
       KeptWeights kept;
-      if constexpr (Config::kDrops) draw(kept, random_bits);
+      if constexpr (Config::kDrops) compute_kept(kept, random_bits);
       add_sums(s, sum, [&] {
         if constexpr (kBias) hide_by_bias(s);
         if constexpr (kOnlyMask)
@@ -206,13 +206,13 @@ class TraverseVisible : public ForwardOptionScores<Config> {
       });
       if constexpr (kBias) {
         release_bias();
-        if (goes_on) ask_for_bias(inputs.bias, bias_came);
+        if (goes_on) load_bias(inputs.bias, bias_arrived);
       }
       this->pack(p, s);
       if constexpr (Config::kDrops) drop(p, kept);
       if (!goes_on) break;
       mode_ -= kRun;
-      if (!k_came) this->wait_for_keys();
+      if (!k_arrived) this->wait_for_keys();
     }
   }
 
@@ -230,7 +230,7 @@ class TraverseVisible : public ForwardOptionScores<Config> {
       });
     } else if (kOnlyMask && inputs.hides) {
       exponentiate_with(s, this->scale_, sum, [&](int n, int e) {
-        return inputs.visible[n / 8][e / 2] >> (2 * (n % 8) + e % 2) & 1u ? shift[e / 2] : -INFINITY;
+        return QuadOrder::sees(inputs.visible[n / 8][e / 2], n % 8, e % 2) ? shift[e / 2] : -INFINITY;
       });
     } else {
       if constexpr (kBias) add_bias<false>(s, inputs.bias);

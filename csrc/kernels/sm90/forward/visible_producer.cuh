@@ -12,7 +12,7 @@ namespace flash_ext::sm90 {
 template <class Config>
 class ForwardVisibleProducer : public ForwardProducer<Config> {
   using Base = ForwardProducer<Config>;
-  using Base::address, Base::lane_, Base::p_;
+  using Base::lane_, Base::p_;
   using WorkTile = ForwardWorkTile<Config>;
   using List = VisibleTiles<Config>;
   using ListOfBits = VisibleTiles<Config, true>;
@@ -45,9 +45,9 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
         ptx::mbarrier_wait(address(storage_.k_empty[at.stage()]), at.parity() ^ 1);
         load_bits(metadata, list.entry(), at.stage());
         if constexpr (Config::kDrops) {
-          if (lane_ < Config::kDrawsBits)
+          if (lane_ < Config::kRandomKeyGroups)
             storage_.key_random_bits[at.stage()][lane_] = KeyRandomBits::of(
-                {seeds, head_of(*work_tile)}, static_cast<uint32_t>(metadata.tile * Config::kDrawsBits + lane_));
+                {seeds, head_of(*work_tile)}, static_cast<uint32_t>(metadata.tile * Config::kRandomKeyGroups + lane_));
           __syncwarp();  // all writes come before the arrival
         }
         if (lane_ == 0) {
@@ -81,8 +81,7 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
                                         this->s_v_ + at.stage() * Config::kValueBytes, work_tile->sequence);
         __syncwarp();
         if (sanitised) this->sanitise_tile(*work_tile, metadata.tile, at.stage());
-        __syncwarp();
-        if (lane_ == 0) ptx::mbarrier_arrive(address(storage_.v_empty[at.stage()]));
+        arrive_as_warp(storage_.v_empty[at.stage()], lane_);
         at.advance();
       } while (!(metadata.flags & TileMetadata::kLast));
       queue.pop(lane_);

@@ -37,7 +37,7 @@ class VisibleTiles {
   __device__ __forceinline__ VisibleTiles(const ForwardVisibility& visible, const ForwardWorkTile<Config>& work_tile,
                                           int lane)
       : visible_(visible), work_tile_(work_tile), lane_(lane), first_(work_tile.tiles.end - 1) {
-    look();
+    test_tiles();
     skip();
   }
 
@@ -65,7 +65,7 @@ class VisibleTiles {
   __device__ __forceinline__ int entry() const { return entry_; }
 
  private:
-  __device__ __forceinline__ void look() {
+  __device__ __forceinline__ void test_tiles() {
     mine_ = flags_of(first_ - lane_);
     left_ = __ballot_sync(~0u, mine_ != 0);
     full_lanes_ = __ballot_sync(~0u, is_full(mine_));
@@ -90,7 +90,7 @@ class VisibleTiles {
   __device__ __forceinline__ void skip() {
     while (!left_ && first_ - 32 >= work_tile_.tiles.begin) {
       first_ -= 32;
-      look();
+      test_tiles();
     }
   }
 
