@@ -1,5 +1,5 @@
-// Boolean and block masks as the variant with options of the forward reads them: the state and the visible pairs of 64
-// queries and 64 keys. Kernels that run before the forward write them (visibility.cuh).
+// Boolean and block masks as the variants of the forward with bias, masks or dropout read them: the state and the
+// visible pairs of 64 queries and 64 keys. Kernels that run before the forward write them (visibility.cuh).
 #pragma once
 
 #include <numeric>
@@ -41,7 +41,7 @@ inline int groups_touched(int64_t block) {
 
 /// The sizes of the arrays of ForwardVisibility.
 struct VisibilitySizes {
-  int64_t groups;      // of keys; even, as a tile may have two
+  int64_t groups;      // of keys, rounded up to an even number
   int64_t row_groups;  // of queries; 1 if all queries are the same
   int64_t batch, heads;
   bool by_pairs;                   // the bits are made pair by pair; else bitmaps of a block mask become bits
