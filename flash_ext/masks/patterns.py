@@ -150,7 +150,7 @@ class PatternBuilders(Mask):
         Args:
             q: (batch, seqlen_q, heads_q, head_dim).
             k: (batch, seqlen_k, heads_kv, head_dim), heads_kv divides heads_q.
-            blocks: number in each row, at most all of them.
+            blocks: number in each row, at most all of them. A product of NaN counts as the largest.
             block_size: (block_m, block_n), as for ``from_dense``.
             causal: also hide keys to the right of the diagonal that ends at the last query and key. Blocks behind it
                 are not chosen; the block that it ends in always is.
@@ -159,7 +159,7 @@ class PatternBuilders(Mask):
             A ``BlockMask`` for each batch entry and query head. It has no gradient.
 
         Raises:
-            ValueError: q or k has another shape, or a number is not allowed.
+            ValueError: q or k has another shape or is complex, or a number is not allowed.
             TypeError: an argument is of a type that it cannot have.
         """
         check_tensors(q=q, k=k)
@@ -200,6 +200,9 @@ def _highest(scores: Tensor, count: int) -> Tensor:
 
 
 def _check_queries_and_keys(q: Tensor, k: Tensor) -> None:
+    for name, tokens in (("q", q), ("k", k)):
+        if tokens.is_complex():
+            raise ValueError(f"{name} must hold real numbers, got {tokens.dtype}")
     if q.dim() != 4 or k.dim() != 4 or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(
             "q and k must be (batch, seqlen, heads, head_dim) with one batch and head_dim, "
@@ -210,9 +213,11 @@ def _check_queries_and_keys(q: Tensor, k: Tensor) -> None:
 
 
 def _scores_of_means(q: Tensor, k: Tensor, blocks: Blocks) -> Tensor:
-    """float (batch, heads_q, rows, columns)."""
+    """Finite float (batch, heads_q, rows, columns). NaN becomes the largest number, so that a mask shows what has to be
+    seen in the output."""
     keys = _means(k, blocks.block_n).repeat_interleave(q.shape[2] // k.shape[2], 2)
-    return torch.einsum("bqhd,bkhd->bhqk", _means(q, blocks.block_m), keys)
+    scores = torch.einsum("bqhd,bkhd->bhqk", _means(q, blocks.block_m), keys)
+    return scores.nan_to_num(nan=torch.finfo(scores.dtype).max)
 
 
 def _means(tokens: Tensor, block: int) -> Tensor:

@@ -208,6 +208,20 @@ def test_top_k(device: str) -> None:
     assert bool((mask.to_dense() <= (j <= i)).all()) and bool(mask.to_dense().diagonal(dim1=2, dim2=3).all())
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_top_k_shows_what_is_not_finite(device: str, value: float) -> None:
+    q, k = torch.ones(1, 128, 1, 8, device=device), torch.ones(1, 128, 1, 8, device=device)
+    k[0, 40] = value
+    columns = BlockMask.top_k(q, k, 1, (32, 32)).to_dense()[0, 0, :, ::32]
+    assert bool(columns[:, 1].all()) == (value != -torch.inf)  # -inf is the smallest product, and is chosen last
+    assert bool(BlockMask.top_k(q, k, 4, (32, 32)).to_dense().all())
+    causal = BlockMask.top_k(q, k, 1, (32, 32), causal=True).to_dense()
+    assert bool(causal.diagonal(dim1=2, dim2=3).all())  # the block that the diagonal ends in stays the first choice
+    if value != value:
+        mask = BlockMask.top_k(q, k, 1, (32, 32))
+        assert bool(flash_ext.attention(q, k, k, block_mask=mask).isnan().all())
+
+
 def masks(device: str) -> list[BlockMask]:
     return [
         BlockMask.causal(130, 200, (32, 64), device=device),
@@ -276,6 +290,10 @@ def test_errors() -> None:
         ("dilation must be >= 1, got 0", lambda: BlockMask.dilated(4, 4, 1, 0)),
         ("stride must be >= 1, got 0", lambda: BlockMask.strided(4, 4, 1, 0)),
         ("q and k must be", lambda: BlockMask.top_k(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 16), 1)),
+        (
+            "k must hold real numbers, got torch.complex64",
+            lambda: BlockMask.top_k(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8, dtype=torch.complex64), 1),
+        ),
         ("k must have heads that divide", lambda: BlockMask.top_k(torch.zeros(1, 4, 3, 8), torch.zeros(1, 4, 2, 8), 1)),
     ]
     for message, build in wrong:
