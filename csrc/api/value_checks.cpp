@@ -1,6 +1,7 @@
 #include "value_checks.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "tensors.h"
 
@@ -46,13 +47,25 @@ void check_side(const Side& side, int64_t batch) {
   }
 }
 
+/// The key blocks that lists may name. Those of packed sequences may be made for more keys than there are: kernels cut
+/// each list to the keys of its sequence, and only what no sequence can hold is wrong.
+struct KeyBlocks {
+  int64_t count;
+  const char* how;
+
+  KeyBlocks(const Geometry& g, int64_t block_n)
+      : count(((g.varlen_k ? std::numeric_limits<int32_t>::max() : g.seqlen_k) + block_n - 1) / block_n),
+        how(g.varlen_k ? "ceil((2^31 - 1) / block_n)" : "ceil(seqlen_k / block_n)") {}
+};
+
 /// One row of blocks: entries [begin, end) of the lists.
 void check_block_row(const int32_t* indices, const int32_t* bitmap_ids, int64_t begin, int64_t end,
-                     int64_t num_key_blocks, int64_t num_bitmaps) {
+                     const KeyBlocks& key_blocks, int64_t num_bitmaps) {
   int64_t previous = -1;
   for (int64_t n = begin; n < end; ++n) {
-    check(indices[n] > previous && indices[n] < num_key_blocks, "block_indices must ascend within a row and be below ",
-          "ceil(seqlen_k / block_n) = ", num_key_blocks, ": entry ", n, " is ", indices[n]);
+    check(indices[n] > previous && indices[n] < key_blocks.count,
+          "block_indices must ascend within a row and be below ", key_blocks.how, " = ", key_blocks.count, ": entry ",
+          n, " is ", indices[n]);
     previous = indices[n];
     check(bitmap_ids[n] >= -1 && bitmap_ids[n] < num_bitmaps,
           "block_bitmap_ids must be from -1 to num_bitmaps - 1 = ", num_bitmaps - 1, ": entry ", n, " is ",
@@ -66,8 +79,7 @@ void check_block_lists(const Geometry& g, const ScoreOptions& options) {
   const int32_t* indices = int32_address(host_indices);
   const int32_t* bitmap_ids = int32_address(host_ids);
   const int64_t num_blocks = options.block_indices->size(0);
-  const int64_t block_n = options.block_bitmaps->size(2) * 32;
-  const int64_t num_key_blocks = (g.seqlen_k + block_n - 1) / block_n;
+  const KeyBlocks key_blocks(g, options.block_bitmaps->size(2) * 32);
   for (int64_t b = 0; b < offsets.size(0); ++b) {
     for (int64_t h = 0; h < offsets.size(1); ++h) {
       const int32_t* row = int32_address(offsets) + b * offsets.stride(0) + h * offsets.stride(1);
@@ -75,7 +87,7 @@ void check_block_lists(const Geometry& g, const ScoreOptions& options) {
         check(row[m] >= 0 && row[m] <= row[m + 1] && row[m + 1] <= num_blocks,
               "block_offsets must not decrease and stay within [0, block_indices.size(0) = ", num_blocks, "]: entries ",
               m, " and ", m + 1, " of batch ", b, ", head ", h, " are ", row[m], " and ", row[m + 1]);
-        check_block_row(indices, bitmap_ids, row[m], row[m + 1], num_key_blocks, options.block_bitmaps->size(0));
+        check_block_row(indices, bitmap_ids, row[m], row[m + 1], key_blocks, options.block_bitmaps->size(0));
       }
     }
   }

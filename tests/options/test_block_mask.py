@@ -14,6 +14,7 @@ from tests.oracle import (
     Call,
     assert_alike,
     assert_matches_oracle,
+    cumulative,
     int32,
     make_call,
     make_varlen_call,
@@ -150,6 +151,34 @@ def test_packed_sequences(device: str, dtype: torch.dtype) -> None:
     """Blocks count rows and keys from the start of each sequence."""
     call = make_varlen_call([100, 0, 37], [170, 4, 64], device, causal=True, dtype=dtype)
     assert_matches_oracle(blocked(call, random_blocks(3, 4, 32, 64, device), 32, 64))
+
+
+def test_packed_sequences_of_a_mask_for_more_keys(device: str, dtype: torch.dtype) -> None:
+    """Lists may name blocks that no sequence reaches, in the forward, the backward and the weights alike."""
+    lengths = [40, 20]
+    cu = cumulative(lengths, device)
+    options: dict[str, Any] = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=1000, max_seqlen_k=60)
+    q, k, v = (random(60, 2, 16, dtype=dtype, device=device).requires_grad_() for _ in range(3))
+    mask = flash_ext.BlockMask.sliding_window(1000, 1000, (10, 300), block_size=(32, 32), top_left=True, device=device)
+    found = flash_ext.attention(q, k, v, return_lse=True, block_mask=mask, **options)
+    weights = flash_ext.attention_weights(q, k, found[1].detach(), block_mask=mask, **options)
+    expected = flash_ext.attention(q, k, v, return_lse=True, window_size=(10, 300), top_left=True, **options)
+    wanted = flash_ext.attention_weights(q, k, expected[1].detach(), window_size=(10, 300), top_left=True, **options)
+    for ours, theirs in zip((*found, weights), (*expected, wanted), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        grad = torch.randn_like(ours)
+        found_grads = torch.autograd.grad(ours, (q, k), grad, retain_graph=True)
+        expected_grads = torch.autograd.grad(theirs, (q, k), grad, retain_graph=True)
+        torch.testing.assert_close(found_grads, expected_grads)
+
+
+def test_packed_sequences_still_have_their_lists_checked() -> None:
+    cu, mask = cumulative([40, 20], "cpu"), flash_ext.BlockMask.causal(96, 96, (32, 32))
+    x = random(60, 2, 16)
+    for entry, value, message in ((1, -1, "is -1"), (1, 2**26, r"below ceil\(\(2\^31 - 1\) / block_n\) = 67108864")):
+        mask.indices[entry] = value
+        with pytest.raises(RuntimeError, match=rf"block_indices must ascend within a row.*{message}"):
+            flash_ext.attention(x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu, block_mask=mask)
 
 
 def test_rows_without_blocks(device: str, dtype: torch.dtype) -> None:
