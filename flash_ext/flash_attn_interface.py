@@ -27,6 +27,7 @@ from flash_ext.argument_checks import (
     errors_name,
 )
 from flash_ext.functional import draw_rng_state
+from flash_ext.tracing import can_read
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 Integer = int | Tensor
@@ -395,7 +396,7 @@ def _check_cu_seqlens_k(cu_seqlens_k: Tensor, cu_seqlens_q: Tensor, max_seqlen_k
             f"cu_seqlens_k must be int32 with the shape of cu_seqlens_q, {tuple(cu_seqlens_q.shape)}, "
             f"got {cu_seqlens_k.dtype} {tuple(cu_seqlens_k.shape)}"
         )
-    if cu_seqlens_k.device.type != "cpu" or torch.compiler.is_compiling() or cu_seqlens_k.numel() < 2:
+    if cu_seqlens_k.numel() < 2 or not can_read(cu_seqlens_k):
         return
     lengths = cu_seqlens_k.diff()
     if int(cu_seqlens_k[0]) < 0 or int(lengths.min()) < 0:

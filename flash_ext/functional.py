@@ -32,6 +32,7 @@ from flash_ext.eager import call
 from flash_ext.masks import BlockMask
 from flash_ext.ops import ScoreOptions
 from flash_ext.torch_private import FLEX_BLOCK_MASK, TORCH_SDPA, in_context_parallel, is_instance
+from flash_ext.tracing import can_read
 
 _OPS = torch.ops.flash_ext
 _FORWARD = _OPS.attention_forward.default  # looked up once, because a look-up takes longer than a check
@@ -514,8 +515,8 @@ def _longest(cu_seqlens: Tensor, rows: Tensor) -> int:
     """The length of the longest sequence, or a bound on it where reading it would wait for a device or stop a trace."""
     if cu_seqlens.dim() != 1 or rows.dim() == 0 or cu_seqlens.is_floating_point() or cu_seqlens.is_complex():
         return 0  # the operator raises and names what is wrong
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
-        return rows.shape[0]
+    if not can_read(cu_seqlens):
+        return as_integer("max_seqlen", rows.shape[0])  # a tensor while torch.jit.trace looks
     lengths = cu_seqlens.diff()
     return max(0, int(lengths.max())) if lengths.numel() > 0 else 0
 

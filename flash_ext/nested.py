@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flash_ext.argument_checks import as_flag, check_tensors
 from flash_ext.torch_private import jagged_dim, known_seqlens
+from flash_ext.tracing import can_read
 
 _TAKEN_FROM_INPUTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k")
 
@@ -94,7 +95,7 @@ def lengths(q: Any, k: Any, v: Any) -> dict[str, Any]:
 def longest(x: Any) -> int | None:
     """The length of the longest sequence, where no device has to be waited for."""
     known = known_seqlens(x)[1]
-    if known is not None or torch.compiler.is_compiling() or x.offsets().device.type != "cpu":
+    if known is not None or not can_read(x.offsets()):
         return known
     each = x.offsets().diff() if x.lengths() is None else x.lengths()
     return int(each.max()) if each.numel() else 0

@@ -42,6 +42,25 @@ def full_name(cls: type) -> str:
 is_tracing = torch._C._is_tracing
 """Whether ``torch.jit.trace`` records."""
 
+is_functorch_wrapped, is_batched = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.is_batchedtensor
+unwrapped = torch._C._functorch.get_unwrapped
+
+
+def is_vmapped(x: Any) -> bool:
+    """Whether a tensor stands for one for each sample of a vmap, at whatever level of torch.func."""
+    while is_functorch_wrapped(x):
+        if is_batched(x):
+            return True
+        x = unwrapped(x)
+    return False
+
+
+def is_proxy_tracing() -> bool:
+    """Whether ``make_fx`` records."""
+    key = torch._C._TorchDispatchModeKey.PROXY
+    return (torch._C._get_dispatch_mode(key) or torch._ops._get_dispatch_mode_pre_dispatch(key)) is not None
+
+
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 """What ``torch.autograd.Function`` derives from, and what runs below the transforms of torch.func."""
 

@@ -12,13 +12,13 @@ from flash_ext.masks.lists import (
     FULL,
     HIDDEN,
     Lists,
-    can_read,
     entries,
     grid_of_lists,
     lists_of_grid,
     owners,
     running_sum,
 )
+from flash_ext.tracing import can_read
 
 MOST_BITMAP_BYTES = 64 << 20  # room that is worth no wait of the host
 

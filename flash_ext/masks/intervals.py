@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flash_ext.libraries import OPS
-from flash_ext.masks.lists import Lists, can_read, ceil_div, compacted
+from flash_ext.masks.lists import Lists, ceil_div, compacted
+from flash_ext.tracing import can_read
 
 
 class Blocks(NamedTuple):

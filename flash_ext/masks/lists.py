@@ -1,6 +1,5 @@
 """The lists of a block mask, and grids of its blocks: torch operations on the device of their inputs, without a wait of
-the host. Shapes follow what the host knows; on a CPU lists are cut to what is there, but in compiled code and of fake
-tensors.
+the host. Shapes follow what the host knows; where it may read values (``can_read``), lists are cut to what is there.
 
 A grid is int32 (batch, heads, rows, columns), batch and heads 1 where all are the same: of each block the number of its
 bitmap, ``FULL`` or ``HIDDEN``. `rows` and `columns` count blocks.
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_ext.libraries import OPS
+from flash_ext.tracing import can_read
 
 FULL = -1  # every pair of the block is visible
 HIDDEN = -2  # none is: the block is not listed
@@ -82,11 +82,6 @@ def offsets_of_rows(starts: Tensor, sizes: tuple[int, int, int], segments: int) 
     batch, heads, rows = sizes
     of_head = rows * segments
     return starts.as_strided((batch, heads, rows + 1), (heads * of_head, of_head, segments)).contiguous()
-
-
-def can_read(x: Tensor) -> bool:
-    """Whether the host can read values without waiting: not on a GPU, and not while tracing."""
-    return x.device.type == "cpu" and type(x) is Tensor and not torch.compiler.is_compiling()
 
 
 def compacted(lists: Lists) -> Lists:

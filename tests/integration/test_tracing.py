@@ -1,16 +1,21 @@
-"""``torch.jit.trace``: the same graph whether or not a gradient is recorded while tracing, and a graph that works."""
+"""``torch.jit.trace``: the same graph whether or not a gradient is recorded while tracing, and a graph that works.
+And every tracer, and vmap, where a function reads lengths that lie in tensors."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flash_ext
+from flash_ext.tracing import can_read
+from tests.oracle import int32
 
 assert_close = partial(torch.testing.assert_close, atol=1e-4, rtol=1e-4)  # traced modules are not evaluated fused
 
@@ -76,3 +81,51 @@ def test_converted_encoder(device: str, training: bool, with_grad: bool, batch_f
         seen = ~other_padding if batch_first else ~other_padding.T
         out = encoder(other, src_key_padding_mask=other_padding)
         assert_close(traced_padded(other, other_padding)[seen], out[seen])
+
+
+def of_documents(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    mask = flash_ext.BlockMask.documents(cu_seqlens, len(x), causal=True)
+    return flash_ext.attention(x[None], x[None], x[None], block_mask=mask)
+
+
+def over_pages(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    pages, table = x.new_ones(4, 4, 2, 16), cu_seqlens.new_zeros(2, 2)
+    return flash_ext.flash_attn_varlen_func(x, pages, pages, cu_seqlens, cu_seqlens, 5, 5, block_table=table)
+
+
+READERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "attention": lambda x, cu: flash_ext.attention(x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu),
+    "decode": lambda x, cu: flash_ext.decode(x, *x.new_ones(2, 2, 8, 2, 16), cu_seqlens_q=cu),
+    "flash_attn_varlen_func": over_pages,
+    "BlockMask": of_documents,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_lengths_are_not_read_while_somebody_looks(name: str) -> None:
+    """What is traced for some lengths serves others. The tensors are on a CPU: on a GPU nothing is read anyway."""
+    function, x = READERS[name], torch.randn(5, 2, 16)
+    cu_seqlens, others = int32([0, 3, 5]), int32([0, 1, 5])
+    expected = function(x, others)
+    for mode in ("real", "fake", "symbolic"):
+        assert_close(make_fx(function, tracing_mode=mode)(x, cu_seqlens)(x, others), expected)
+    assert_close(make_fx(function, pre_dispatch=True)(x, cu_seqlens)(x, others), expected)
+    assert_close(torch.jit.trace(function, (x, cu_seqlens))(x, others), expected)
+    assert_close(torch.vmap(function)(torch.stack([x, x]), torch.stack([cu_seqlens, others]))[1], expected)
+    with FakeTensorMode() as mode:
+        assert function(mode.from_tensor(x), mode.from_tensor(others)).shape == expected.shape
+
+
+def test_lengths_are_read_beside_modes_that_do_not_trace() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    seen: list[bool] = []
+
+    def loss(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        seen.append(can_read(cu_seqlens))
+        return x.sum()
+
+    with FlopCounterMode(display=False):
+        loss(torch.ones(3), int32([0, 3]))
+    torch.func.grad(loss)(torch.ones(3), int32([0, 3]))
+    assert seen == [True, True]
