@@ -53,9 +53,9 @@ def _class_of(q: Tensor, k: Tensor, v: Tensor) -> ServedClass | None:
 def supports(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **options: Any) -> tuple[bool, str]:
     """Whether a call can run, and if not, why.
 
-    First checks that the device and dtype have a kernel for the operation. Then runs the call's own checks, on a CPU
-    also those of the values of lengths and indices, and nothing else: it computes no result and draws no random number.
-    It ignores whether tensors require a gradient.
+    Runs the call's own checks, on a CPU also those of the values of lengths and indices, and nothing else: it computes
+    no result and draws no random number. Then checks that the device has a kernel for the operation. It ignores whether
+    tensors require a gradient.
 
     Args:
         q, k, v: as for the function that the operation belongs to. "weights" and "weights_backward" do not read v;
@@ -66,7 +66,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **o
         **options: the options of that function.
 
     Returns:
-        (True, "") or (False, reason); the reason is the message that the call would raise.
+        (True, "") or (False, reason); the reason is the message that the call would raise. Of meta tensors, of which
+        the call would give a shape, the answer is False.
 
     Raises:
         TypeError: the function does not have an option.
@@ -77,10 +78,10 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **o
         q, k, v, options = _packed(q, k, v, operation, options)
         check_tensors(q=q, k=k, v=v)
         _check_flags(options)
+        with torch.no_grad():
+            _check_call(q, k, v, operation, options)
+        # Meta tensors pass these checks, and there are no kernels for them.
         ok, reason = _plan.supports(_plan.Problem(operation=operation, **describe_device(q.device, q.dtype)))
-        if ok:
-            with torch.no_grad():
-                _check_call(q, k, v, operation, options)
     except (RuntimeError, ValueError, TypeError) as error:
         return False, str(error).removeprefix("flash_ext: ")
     return ok, reason

@@ -345,6 +345,7 @@ def fits_not(device: str) -> dict[str, tuple[list[Any], dict[str, Any]]]:
     return {
         "batch": ([q, k[:1], v], {}),
         "dtype": ([q, k.half(), v], {}),
+        "integer": ([q.int(), k.int(), v.int()], {}),
         "dimensions": ([q[0], k[0], v[0]], {}),
         "head_dim": ([q, k[..., :8], v], {}),
         "bias": ([q, k, v], {"bias": random(7, device=device)}),
