@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flash_ext import (
     _vmap,
+    fake_checks,
     python_operators,  # noqa: F401  what the libraries call
 )
 from flash_ext.eager import call, recorders
@@ -118,15 +119,23 @@ def _fake_gradient(like: Tensor | None, needed: bool, otherwise: Tensor) -> Tens
     return like.new_empty(like.shape) if needed and like is not None else otherwise.new_empty(0)
 
 
+def _scores(options: Sequence[Any]) -> ScoreOptions:
+    """Of what comes behind the tensors; the forwards have an option more, deterministic."""
+    return ScoreOptions(*options[:_NUM_OPTIONS])
+
+
 @_fake("attention_forward")
 @_fake("attention_forward_plain")
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    fake_checks.check_attention(q, k, v, _scores(options))
     return _fake_out(q, v), _fake_lse(q)
 
 
 @_fake("attention_forward_max_logit")
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    lse, cu_seqlens_q = _fake_lse(q), ScoreOptions(*options[:_NUM_OPTIONS]).cu_seqlens_q
+    scores = _scores(options)
+    fake_checks.check_attention(q, k, v, scores)
+    lse, cu_seqlens_q = _fake_lse(q), scores.cu_seqlens_q
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     return _fake_out(q, v), lse, lse.new_empty((batch, q.shape[-2]))
 
@@ -141,6 +150,7 @@ def _(grad_out: Any, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any)
 @_fake("attention_weights")
 def _(q: Tensor, k: Tensor, lse: Tensor, dropout_mode: int, *rest: Any) -> Tensor:
     options = ScoreOptions(*rest)
+    fake_checks.check_attention(q, k, None, options)
     if options.cu_seqlens_q is None:
         return q.new_empty((q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     batch = options.cu_seqlens_q.shape[0] - 1
@@ -155,15 +165,25 @@ def _(grad_weights: Tensor, q: Tensor, k: Tensor, lse: Tensor, dropout_mode: int
 
 
 @_fake("attention_decode")
+def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    fake_checks.check_decode(q, k_cache, v_cache, DecodeOptions(*options))
+    return _fake_out(q, v_cache), _fake_lse(q)
+
+
 @_fake("attention_decode_append")
-def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    fake_checks.check_decode(q, k_cache, v_cache, DecodeOptions(*options))
     return _fake_out(q, v_cache), _fake_lse(q)
 
 
 @_fake("attention_check")
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> None:
+    fake_checks.check_attention(q, k, v, ScoreOptions(*options))
+
+
 @_fake("attention_decode_check")
-def _(*args: Any) -> None:
-    return None
+def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any) -> None:
+    fake_checks.check_decode(q, k_cache, v_cache, DecodeOptions(*options))
 
 
 @_fake("merge")

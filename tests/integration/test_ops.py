@@ -108,6 +108,73 @@ def test_fake_results_of_every_dtype(device: str) -> None:
             torch.library.opcheck(op.default, args, test_utils="test_faketensor")
 
 
+def misfits() -> dict[str, tuple[list[Tensor], dict[str, Any]]]:
+    q, k, v = (t.detach() for t in qkv())
+    packed = [t.detach() for t in qkv(packed=True)]
+    lengths: dict[str, Any] = dict(max_seqlen_q=5, max_seqlen_k=6)
+    return {
+        "integer": ([q.int(), k.int(), v.int()], {}),
+        "dtype": ([q, k.half(), v], {}),
+        "rank": ([q, k, v[0]], {}),
+        "batch": ([q, k[:1], v[:1]], {}),
+        "rows": ([q, k, v[:, :3]], {}),
+        "heads": ([q[:, :, :3], k, v], {}),
+        "head_dim of k": ([q, k[..., :8], v], {}),
+        "head_dim": ([q[..., :12], k[..., :12], v], {}),
+        "softcap": ([q, k, v], {"softcap": -1.0}),
+        "bias of a rank": ([q, k, v], {"bias": random(9, 13)}),
+        "bias of a shape": ([q, k, v], {"bias": random(1, 3, 9, 13)}),
+        "mask": ([q, k, v], {"mask": random(1, 1, 9, 13)}),
+        "sink": ([q, k, v], {"sink": random(3)}),
+        "seqused_k": ([q, k, v], {"seqused_k": int32([1, 2, 3])}),
+        "packed": (packed, {**lengths, "cu_seqlens_q": VARLEN["cu_seqlens_q"]}),
+        "cu_seqlens": (packed, {**lengths, **VARLEN, "cu_seqlens_k": VARLEN["cu_seqlens_k"].long()}),
+        "packed bias": (packed, {**lengths, **VARLEN, "bias": random(1, 1, 9, 13)}),
+    }
+
+
+@pytest.mark.parametrize("name", misfits())
+def test_fakes_refuse_what_the_operator_refuses(name: str) -> None:
+    """In its words, so that what is traced or planned with meta tensors also runs."""
+    tensors, options = misfits()[name]
+    with pytest.raises(RuntimeError) as expected:
+        flash_ext.attention(*tensors, **options)
+    with pytest.raises(RuntimeError) as raised:
+        flash_ext.attention(*(t.to("meta") for t in tensors), **to_device(options, "meta"))
+    assert str(raised.value) == str(expected.value)
+    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in tensors]
+        options = {name: mode.from_tensor(t) if isinstance(t, Tensor) else t for name, t in options.items()}
+        assert flash_ext.supports(*fakes, **options) == (False, str(expected.value).removeprefix("flash_ext: "))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: (q, k[:1], v[:1]), r"k_cache\.size\(0\) must equal q\.size\(0\): expected 2, got 1"),
+        (lambda q, k, v: (q, k, v[:, :3]), r"v_cache\.size\(1\) must equal k_cache\.size\(1\): expected 13, got 3"),
+        (lambda q, k, v: (q, k[..., :8], v), r"k_cache\.size\(3\) must equal q\.size\(3\): expected 16, got 8"),
+        (lambda q, k, v: (q, k, v.half()), "v_cache must have the dtype of q: expected float32, got float16"),
+        (lambda q, k, v: (q[:, :, :3], k, v), "heads of k and v must divide those of q: got 3 heads in q and 2"),
+    ],
+)
+def test_fakes_of_decode_refuse_what_it_refuses(change: Callable[..., Any], message: str) -> None:
+    tensors = change(*(t.detach() for t in qkv()))
+    for device in ("cpu", "meta"):
+        with pytest.raises(RuntimeError, match=message):
+            flash_ext.decode(*(t.to(device) for t in tensors))
+
+
+def test_fakes_fix_no_size() -> None:
+    """mark_dynamic raises where a trace holds for one size only."""
+    q, k, v = (t.detach() for t in qkv(batch=3))
+    for t in (q, k, v):
+        torch._dynamo.mark_dynamic(t, 0)
+        torch._dynamo.mark_dynamic(t, 1)
+    compiled = torch.compile(flash_ext.attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), flash_ext.attention(q, k, v))
+
+
 def test_opcheck_weights(mode: tuple[list[Tensor], dict[str, Any]]) -> None:
     (q, k, v), options = mode
     values = option_values(q, k, options)
