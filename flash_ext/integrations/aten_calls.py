@@ -40,8 +40,14 @@ class NotServed(str):
     __slots__ = ()
 
 
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Those that the plan has a name for."""
+
+
 @cache
 def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    if dtype not in KERNEL_DTYPES:
+        return False
     described = describe_device(device, dtype)
     return all(_plan.supports(_plan.Problem(operation=name, **described))[0] for name in ("forward", "backward"))
 
