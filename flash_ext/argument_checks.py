@@ -188,8 +188,10 @@ def check_names(function: str, given: Iterable[str], allowed: Iterable[str]) -> 
 def rename_arguments(error: Exception, names: Mapping[str, str]) -> None:
     """Makes the message of a check name arguments as the caller of another function wrote them."""
     if type(error) in (RuntimeError, ValueError, TypeError):
-        words = "|".join(map(re.escape, names))
-        error.args = (re.sub(rf"\b({words})\b", lambda found: names[found[0]], str(error)),)
+        words, theirs = ("|".join(map(re.escape, some)) for some in (names, set(names.values())))
+        message = re.sub(rf"\b({words})\b", lambda found: names[found[0]], str(error))
+        # Two arguments may be parts of one of the caller's, which is then named once.
+        error.args = (re.sub(rf"\b({theirs})((, | and )\1\b)+", r"\1", message),)
 
 
 def errors_name(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

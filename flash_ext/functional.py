@@ -481,7 +481,7 @@ def _scale(q: Tensor, softmax_scale: float | None) -> float:
     if softmax_scale is not None:
         if type(softmax_scale) is float:
             return softmax_scale
-        return as_number("softmax_scale", softmax_scale, "multiply q by it, which gives it its gradient too")
+        return as_number("softmax_scale", softmax_scale, "multiply the queries by it, which gives it its gradient too")
     shape = q.shape
     head_dim = shape[-1] if shape else 0
     return 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0

@@ -397,11 +397,14 @@ def test_a_scale_that_learns() -> None:
     """The message says how, and so it is."""
     tensors = GOOD["attention"]()
     scale = torch.tensor(0.3, requires_grad=True)
-    with pytest.raises(TypeError, match="softmax_scale must be a number, got a Tensor: multiply q by it"):
+    with pytest.raises(TypeError, match="softmax_scale must be a number, got a Tensor: multiply the queries by it"):
         flash_ext.attention(**tensors, softmax_scale=scale)
     query, key, value = (t.transpose(1, 2) for t in tensors.values())
     with pytest.raises(TypeError, match=r"^scale must be a number, got a Tensor: multiply query by it"):
         flash_ext.scaled_dot_product_attention(query, key, value, scale=scale)
+    qkv = random(2, 3, 3, 2, 8)
+    with pytest.raises(TypeError, match=r"^softmax_scale must be a number, got a Tensor: multiply the queries by it"):
+        flash_ext.flash_attn_qkvpacked_func(qkv, softmax_scale=scale)
     out = flash_ext.scaled_dot_product_attention(query * scale, key, value, scale=1.0)
     torch.testing.assert_close(out, flash_ext.scaled_dot_product_attention(query, key, value, scale=0.3))
     out.sum().backward()
@@ -496,6 +499,19 @@ def test_wrong_values_beside_nested_tensors(case: str) -> None:
     message = str(caught.value)
     assert re.search(rf"\b{argument}\b", message), message
     assert not re.search(r"\b(q|k|v|bias|mask|softmax_scale|cu_seqlens_\w|max_seqlen_\w)\b", message), message
+
+
+def test_parts_of_one_argument_are_named_once() -> None:
+    q, kv = random(2, 3, 3, 8), random(2, 3, 2, 2, 8)
+    with pytest.raises(RuntimeError, match="the heads of kv must divide those of q: got 3 heads in q and 2 in kv$"):
+        flash_ext.flash_attn_kvpacked_func(q, kv)
+
+
+def test_integers_are_no_queries() -> None:
+    """Nor where all three are, which then fit each other."""
+    x = random(2, 2, 3, 8).int()
+    with pytest.raises(RuntimeError, match="query must be float16, bfloat16, float32 or float64, got int32"):
+        flash_ext.scaled_dot_product_attention(x, x, x)
 
 
 def quantized(*shape: int) -> Tensor:
