@@ -470,7 +470,7 @@ def attend_to_pages(
         if cu_seqlens_k is None:
             raise TypeError("cu_seqlens_k must be a tensor where seqused_k is None, got None")
         lengths = cu_seqlens_k.diff()
-    name = "cu_seqlens_k" if seqused_k is None else "seqused_k"
+    name = "cu_seqlens_k.diff()" if seqused_k is None else "seqused_k"  # an error names entries of it
     decode = errors_name(k_cache="k", v_cache="v", cache_seqlens=name, cache_leftpad="leftpad_k")(head_dims.decode)
     options |= dict(cache_seqlens=lengths, cache_leftpad=leftpad_k, window_size=read_window(window_size))
     return decode(q, k, v, cu_seqlens_q=cu_seqlens_q, block_table=block_table, **options)

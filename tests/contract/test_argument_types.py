@@ -557,3 +557,10 @@ def test_wrong_values_with_pages(wrong: str) -> None:
         flash_ext.flash_attn_varlen_func(**{**pages(), argument: make()})
     assert re.search(rf"\b{argument}\b", str(caught.value)), str(caught.value)
     assert not re.search(r"\b(k_cache|v_cache|cache_seqlens)\b", str(caught.value)), str(caught.value)
+
+
+def test_a_length_with_pages_is_not_called_an_entry() -> None:
+    """Decoding is given lengths where its caller gave cu_seqlens_k."""
+    message = r"cu_seqlens_k\.diff\(\)\[1\] must be from 0 to the 4 rows of the cache, got 13"
+    with pytest.raises(RuntimeError, match=message):
+        flash_ext.flash_attn_varlen_func(**{**pages(), "cu_seqlens_k": int32([0, 2, 15], "cpu"), "max_seqlen_k": 15})
