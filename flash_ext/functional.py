@@ -552,7 +552,8 @@ def _check_block_mask(
 
 
 def _stack(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:
-    """Stacks the parts. Checks dtypes first, because torch.stack would silently convert different ones."""
+    """Stacks the parts. Checks them first, because torch.stack would silently convert different dtypes, and its errors
+    name no argument."""
     if isinstance(parts, Tensor):
         if type(parts) is not Tensor or parts.is_nested:
             check_tensors(**{name: parts})
@@ -569,4 +570,6 @@ def _stack(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:
                 f"{name}[{i}] must have the shape and dtype of {name}[0]: expected {tuple(parts[0].shape)} "
                 f"{parts[0].dtype}, got {tuple(part.shape)} {part.dtype}"
             )
+        if part.device != parts[0].device:
+            raise RuntimeError(f"{name}[{i}] must be on the device of {name}[0], {parts[0].device}, got {part.device}")
     return torch.stack(parts)

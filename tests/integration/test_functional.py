@@ -270,6 +270,8 @@ def test_merge_of_parts_that_do_not_fit(device: str) -> None:
         flash_ext.merge([out, out.half()], [lse, lse])
     with pytest.raises(RuntimeError, match=r"lses\[1\] must have the shape"):
         flash_ext.merge([out, out], [lse, lse[:1]])
+    with pytest.raises(RuntimeError, match=rf"outs\[1\] must be on the device of outs\[0\], {device}.*, got meta"):
+        flash_ext.merge([out, out.to("meta")], [lse, lse])
     with pytest.raises(TypeError, match=r"outs\[0\] must be a Tensor, got None"):
         flash_ext.merge([None], [lse])  # type: ignore[list-item]
 
