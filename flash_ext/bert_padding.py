@@ -16,8 +16,8 @@ def unpad_input(
 
     Args:
         hidden_states: (batch, seqlen, ...).
-        attention_mask: (batch, seqlen), bool or integer, 1 = a token.
-        unused_mask: (batch, seqlen), 1 = no token, but room is kept for it.
+        attention_mask: (batch, seqlen), bool or integer, not 0 = a token.
+        unused_mask: (batch, seqlen), not 0 = no token, but room is kept for it.
 
     Returns:
         (tokens (total, ...); indices int64 (total), their places in the flattened batch; cu_seqlens int32 (batch + 1);
@@ -30,9 +30,10 @@ def unpad_input(
     _check_mask("attention_mask", attention_mask, hidden_states)
     if unused_mask is not None:
         _check_mask("unused_mask", unused_mask, hidden_states)
-    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    tokens = attention_mask != 0  # which a sum of integers would not count: they may be 2 or -1, or add up to 0
+    kept = tokens if unused_mask is None else tokens | (unused_mask != 0)
     lengths = kept.sum(dim=-1, dtype=torch.int32)
-    seqused = attention_mask.sum(dim=-1, dtype=torch.int32)
+    seqused = tokens.sum(dim=-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, *_boundaries(lengths), seqused
 

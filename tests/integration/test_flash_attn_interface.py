@@ -435,6 +435,17 @@ def test_unpad_with_unused_tokens(device: str) -> None:
     assert cu_seqlens.tolist() == [0, 2, 6] and longest == 4 and seqused.tolist() == [1, 3]
 
 
+def test_unpad_by_integers_other_than_1(device: str) -> None:
+    """What is not 0 is a token, also where numbers of the two masks add up to 2 or 0."""
+    states = random(2, 4, 3, device=device)
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1]], device=device)
+    unused = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0]], device=device)
+    expected = flash_ext.unpad_input(states, mask.bool(), unused.bool())
+    for given in ((mask, unused), (mask.to(torch.uint8) * 255, unused), (-mask, mask + unused), (3 * mask, 2 * unused)):
+        for found, wanted in zip(flash_ext.unpad_input(states, *given), expected, strict=True):
+            assert torch.equal(torch.as_tensor(found), torch.as_tensor(wanted))
+
+
 def test_unpad_refuses_masks_that_do_not_fit(device: str) -> None:
     states = random(3, 6, 2, device=device)
     good = torch.ones(3, 6, dtype=torch.int32, device=device)
