@@ -10,7 +10,9 @@ from torch import Tensor
 from flash_ext.argument_checks import as_flag, as_size, check_tensors
 from flash_ext.masks.dense import lists_of_mask_mod
 from flash_ext.masks.intervals import Blocks, Room, Window, lists_of_intervals
+from flash_ext.masks.lists import Lists
 from flash_ext.masks.mask import Mask, as_block_size, as_blocks, is_integer
+from flash_ext.tracing import can_read
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -65,7 +67,7 @@ class DocumentBuilders(Mask):
 
         Args:
             cu_seqlens: int32 or int64 (documents + 1), where they begin, ascending, and where the last one ends. Tokens
-                behind that see nothing and are seen by nobody.
+                behind that see nothing and are seen by nobody. Its values are checked on a CPU.
             seqlen: of the sequence, queries and keys.
             block_size: (block_m, block_n), as for ``from_dense``.
             causal: also nothing behind themselves.
@@ -74,7 +76,8 @@ class DocumentBuilders(Mask):
             A ``BlockMask`` on the device of ``cu_seqlens``, for all batch entries and heads.
 
         Raises:
-            ValueError: cu_seqlens is of another dtype or shape, or a number that is not allowed.
+            ValueError: cu_seqlens is of another dtype or shape or does not ascend within the sequence, or a number that
+                is not allowed.
             TypeError: an argument is of a type that it cannot have.
         """
         check_tensors(cu_seqlens=cu_seqlens)
@@ -83,15 +86,10 @@ class DocumentBuilders(Mask):
             raise ValueError(
                 f"cu_seqlens must be int32 or int64 (documents + 1), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
             )
-        blocks = Blocks(seqlen, seqlen, *block_size)
-        # Columns that documents of the row's first and last queries begin and end in, and what lies in between.
-        room = (
-            Room(blocks.most_below(1), blocks.crossed + 2)
-            if causal
-            else Room(blocks.rows * blocks.columns, blocks.crossed + 4)
+        _check_boundaries(cu_seqlens, seqlen)
+        return cls._of_lists(
+            lists_of_documents(cu_seqlens, Blocks(seqlen, seqlen, *block_size), causal), seqlen, seqlen
         )
-        window = Window(right=0 if causal else None)
-        return cls._of_lists(lists_of_intervals("documents", cu_seqlens, window, 0, blocks, room), seqlen, seqlen)
 
     @classmethod
     def prefix_lm(cls, prefix: Tensor, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int] = (128, 128)) -> Self:
@@ -124,7 +122,7 @@ class DocumentBuilders(Mask):
 
         Args:
             spans: integer (num_spans, 2) or (batch, num_spans, 2): the first token of each and the one behind the last.
-                They must not overlap; one that ends where it begins is none.
+                They must not overlap, which is checked on a CPU; one that ends where it begins is none.
             seqlen: of the sequence, queries and keys.
             block_size: (block_m, block_n), as for ``from_dense``.
 
@@ -132,7 +130,8 @@ class DocumentBuilders(Mask):
             A ``BlockMask`` on the device of ``spans``, for all heads.
 
         Raises:
-            ValueError: spans is of another dtype or shape, or a number that is not allowed.
+            ValueError: spans is of another dtype or shape, spans overlap or leave the sequence, or a number that is not
+                allowed.
             TypeError: an argument is of a type that it cannot have.
         """
         check_tensors(spans=spans)
@@ -141,11 +140,56 @@ class DocumentBuilders(Mask):
             raise ValueError(
                 f"spans must be integer (num_spans, 2) or (batch, num_spans, 2), got {spans.dtype} {tuple(spans.shape)}"
             )
-        blocks = Blocks(seqlen, seqlen, *block_size)
         spans = spans if spans.dim() == 3 else spans[None]
-        # Columns that the last query's span ends in, and what lies before that.
-        room = Room(len(spans) * blocks.rows * blocks.columns, blocks.crossed + 2)
-        return cls._of_lists(lists_of_intervals("spans", spans, Window(right=0), 0, blocks, room), seqlen, seqlen)
+        _check_spans(spans, seqlen)
+        return cls._of_lists(lists_of_spans(spans, Blocks(seqlen, seqlen, *block_size)), seqlen, seqlen)
+
+
+def lists_of_documents(cu_seqlens: Tensor, blocks: Blocks, causal: bool) -> Lists:
+    # Columns that documents of the row's first and last queries begin and end in, and what lies in between.
+    room = (
+        Room(blocks.most_below(1), blocks.crossed + 2)
+        if causal
+        else Room(blocks.rows * blocks.columns, blocks.crossed + 4)
+    )
+    return lists_of_intervals("documents", cu_seqlens, Window(right=0 if causal else None), 0, blocks, room)
+
+
+def lists_of_spans(spans: Tensor, blocks: Blocks) -> Lists:
+    # Columns that the last query's span ends in, and what lies before that.
+    room = Room(len(spans) * blocks.rows * blocks.columns, blocks.crossed + 2)
+    return lists_of_intervals("spans", spans, Window(right=0), 0, blocks, room)
+
+
+def _check_boundaries(cu_seqlens: Tensor, seqlen: int) -> None:
+    if not can_read(cu_seqlens):
+        return
+    if bool((cu_seqlens.diff() < 0).any()) or int(cu_seqlens[0]) < 0 or int(cu_seqlens[-1]) > seqlen:
+        raise ValueError(
+            f"cu_seqlens must ascend from 0 or above to at most seqlen = {seqlen}, got {_shown(cu_seqlens)}"
+        )
+
+
+def _check_spans(spans: Tensor, seqlen: int) -> None:
+    """``spans`` is (batch, num_spans, 2)."""
+    if not can_read(spans):
+        return
+    for i, of_entry in enumerate(spans.long()):
+        begin, end = of_entry[of_entry[:, 0] != of_entry[:, 1]].unbind(-1)
+        order = begin.argsort()
+        begin, end = begin[order], end[order]
+        # Each begins in the sequence, not before the one that comes before it has ended.
+        if bool((begin < 0).any() | (begin > end).any() | (end > seqlen).any() | (end[:-1] > begin[1:]).any()):
+            raise ValueError(
+                f"spans must begin and end within 0 and seqlen = {seqlen} and not overlap, got {_shown(of_entry)} for "
+                f"batch entry {i}"
+            )
+
+
+def _shown(values: Tensor) -> str:
+    """The first of them."""
+    most = 16
+    return f"{values[:most].tolist()}" + (f" and {len(values) - most} more" if len(values) > most else "")
 
 
 def _check_document_ids(ids_q: Tensor, ids_k: Tensor) -> None:

@@ -503,7 +503,7 @@ def test_wrong_values_beside_nested_tensors(case: str) -> None:
 
 def test_parts_of_one_argument_are_named_once() -> None:
     q, kv = random(2, 3, 3, 8), random(2, 3, 2, 2, 8)
-    with pytest.raises(RuntimeError, match="the heads of kv must divide those of q: got 3 heads in q and 2 in kv$"):
+    with pytest.raises(RuntimeError, match=r"the heads of kv must divide those of q: got 3 heads in q and 2 in kv$"):
         flash_ext.flash_attn_kvpacked_func(q, kv)
 
 

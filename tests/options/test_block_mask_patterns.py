@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 
 import pytest
@@ -299,6 +300,23 @@ def test_errors() -> None:
     for message, build in wrong:
         with pytest.raises(ValueError, match=message):
             build()
+
+
+@pytest.mark.parametrize("bounds", [[2, 9, 4, 8], [0, 5, 30], [-2, 5]], ids=str)
+def test_boundaries_of_documents_are_checked_on_a_cpu(bounds: list[int]) -> None:
+    message = re.escape(f"cu_seqlens must ascend from 0 or above to at most seqlen = 10, got {bounds}")
+    for dtype in (torch.int32, torch.int64):
+        with pytest.raises(ValueError, match=message):
+            BlockMask.documents(torch.tensor(bounds, dtype=dtype), 10)
+    BlockMask.documents(int32([2, 2, 4, 10], "cpu"), 10)
+
+
+@pytest.mark.parametrize("spans", [[[0, 4], [2, 6]], [[2, 6], [0, 4]], [[-1, 2]], [[5, 9]], [[4, 2]]], ids=str)
+def test_spans_are_checked_on_a_cpu(spans: list[list[int]]) -> None:
+    message = "spans must begin and end within 0 and seqlen = 8 and not overlap, got "
+    with pytest.raises(ValueError, match=f"{message}{re.escape(str(spans))} for batch entry 1"):
+        BlockMask.bidirectional_spans(torch.tensor([[[0, 8], [3, 3]][: len(spans)], spans]), 8)
+    BlockMask.bidirectional_spans(torch.tensor([[4, 8], [-1, -1], [0, 4]], dtype=torch.int16), 8)
 
 
 def test_builders_do_not_wait_for_the_gpu(device: str) -> None:
