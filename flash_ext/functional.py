@@ -121,7 +121,8 @@ def attention(
         RuntimeError: an argument has a wrong dtype, shape, device or value, or is not supported (``supports`` tells
             beforehand); second derivatives or forward mode are wanted; or the call is inside of torch.distributed's
             ``context_parallel``.
-        ValueError: window_size is not a pair, or block_mask is made for other lengths.
+        ValueError: window_size is not a pair, or block_mask is made for other lengths, batch entries or heads, or lies
+            on another device.
         TypeError: an argument has a type that is not allowed. Subclasses of Tensor without a ``__torch_dispatch__``
             (except Parameter), masked tensors, nested tensors (except q, k and v together) and, without
             ``register_dtensor``, DTensors are refused.
@@ -387,7 +388,7 @@ def checked_score_options(
     max_seqlen_q = _max_seqlen(max_seqlen_q, "max_seqlen_q", cu_seqlens_q, q, 2, mask_shapes)
     max_seqlen_k = _max_seqlen(max_seqlen_k, "max_seqlen_k", cu_seqlens_k, k, 3, mask_shapes)
     if block_mask is not None:
-        _check_block_mask(block_mask, q, k, cu_seqlens_q is not None, max_seqlen_q, max_seqlen_k)
+        _check_block_mask(block_mask, q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     return (
         *often_given, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias, mask, softcap, sink, alibi_slopes,
         dropout_p, rng_state, seqused_q, seqused_k, *blocks, allow_tf32,
@@ -534,11 +535,16 @@ def check_type_of_block_mask(block_mask: Any) -> None:
 
 
 def _check_block_mask(
-    block_mask: BlockMask, q: Tensor, k: Tensor, packed: bool, max_seqlen_q: int, max_seqlen_k: int
+    block_mask: BlockMask, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int, max_seqlen_k: int
 ) -> None:
-    """Raises unless the mask is made for these lengths. Operators check the other dimensions of q and k."""
+    """Raises unless the mask is made for such q and k. Operators would name its tensors, of which the caller of
+    ``attention`` has not heard."""
+    if block_mask.offsets.device != q.device:
+        raise ValueError(
+            f"block_mask must be on the device of q, {q.device}, got one on {block_mask.offsets.device} (to() moves it)"
+        )
     made_for = (block_mask.seqlen_q, block_mask.seqlen_k)
-    if packed:
+    if cu_seqlens_q is not None:
         num_rows = -(-max_seqlen_q // block_mask.block_size[0])
         if made_for[0] < max_seqlen_q or made_for[1] < max_seqlen_k or block_mask.offsets.shape[-1] != num_rows + 1:
             raise ValueError(
@@ -549,6 +555,15 @@ def _check_block_mask(
         raise ValueError(
             f"block_mask must be made for the lengths of q and k, {(q.shape[1], k.shape[1])}, got one for {made_for}"
         )
+    if q.dim() == 4 if cu_seqlens_q is None else q.dim() == 3 and cu_seqlens_q.dim() == 1:
+        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        _check_lists_of_block_mask(block_mask, batch, q.shape[-2])
+
+
+def _check_lists_of_block_mask(block_mask: BlockMask, batch: int, heads: int) -> None:
+    for name, size, expected in (("batch", block_mask.shape[0], batch), ("heads", block_mask.shape[1], heads)):
+        if size != 1 and size != expected:
+            raise ValueError(f"block_mask must have the {name} of q, {expected}, or 1 for all, got {size}")
 
 
 def _stack(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:

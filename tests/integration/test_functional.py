@@ -121,6 +121,26 @@ def test_block_mask_that_does_not_cover_packed_sequences(device: str, lengths: t
         flash_ext.attention(q, k, v, **options, max_seqlen_q=5, max_seqlen_k=7, block_mask=block_mask)
 
 
+def test_block_mask_of_another_batch_or_device_is_named(device: str) -> None:
+    """And not one of its tensors."""
+    q, k, v = qkv(device)
+    for batch, heads, what in (
+        (3, 1, "batch of q, 2, or 1 for all, got 3"),
+        (1, 3, "heads of q, 4, or 1 for all, got 3"),
+    ):
+        mask = flash_ext.BlockMask.random(9, 13, 1, batch, heads, (16, 32), device=device)
+        with pytest.raises(ValueError, match=f"^block_mask must have the {what}$"):
+            flash_ext.attention(q, k, v, block_mask=mask)
+        cu_seqlens = cumulative([9, 9], device), cumulative([13, 13], device)
+        with pytest.raises(ValueError, match=f"^block_mask must have the {what}$"):
+            flash_ext.attention(
+                *(x.flatten(0, 1) for x in (q, k, v)), cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1],
+                block_mask=mask,
+            )  # fmt: skip
+    with pytest.raises(ValueError, match=rf"^block_mask must be on the device of q, {device}.*, got one on meta"):
+        flash_ext.attention(q, k, v, block_mask=flash_ext.BlockMask.causal(9, 13, device="meta"))
+
+
 def test_returns_lse_on_request(device: str) -> None:
     tensors = qkv(device)
     out = flash_ext.attention(*tensors)
