@@ -69,6 +69,8 @@ def unfold(results: Any, n: int, batch: int) -> tuple[Any, Any]:
 
 def loop(op: Any, info: Any, in_dims: tuple[int | None, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
     """One call per sample, results stacked."""
+    if info.batch_size == 0:
+        return _of_no_samples(op, in_dims, args)
     results = [
         op(*(arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)))
         for i in range(info.batch_size)
@@ -77,6 +79,30 @@ def loop(op: Any, info: Any, in_dims: tuple[int | None, ...], args: tuple[Any, .
         return torch.stack(results), 0
     stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)
+
+
+def _of_no_samples(op: Any, in_dims: tuple[int | None, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Empty results, of the shapes that the operator's fake gives for a sample."""
+    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+
+    def sample(arg: Any, dim: int | None) -> Any:
+        if not isinstance(arg, Tensor):
+            return arg
+        shape = arg.shape if dim is None else arg.movedim(dim, 0).shape[1:]
+        return arg.new_empty(shape, device="meta")
+
+    def nothing(result: Tensor) -> Tensor:
+        return result.new_empty((0, *result.shape), device=device)
+
+    results = op(*map(sample, args, in_dims))
+    if isinstance(results, Tensor):
+        return nothing(results), 0
+    return tuple(map(nothing, results)), (0,) * len(results)
+
+
+def batch_of(t: Tensor, dim: int | None) -> int:
+    """The batch of a sample: its first dimension, where the vmapped one is at ``dim``."""
+    return t.shape[0 if dim is None or dim > 0 else 1]
 
 
 def _to_front(t: Tensor, dim: int | None, n: int) -> Tensor:

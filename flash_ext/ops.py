@@ -514,7 +514,7 @@ def _fold_attention(name: str, num_tensors: int, num_flags: int = 0, num_unfolda
             return _vmap.loop(op, info, in_dims, args)
         n = info.batch_size
         tensors: list[Any] = [_vmap.fold(t, dim, n) for t, dim in zip(args[:num_tensors], in_dims, strict=False)]
-        batch = tensors[-1].shape[0] // n
+        batch = _vmap.batch_of(args[num_tensors - 1], in_dims[num_tensors - 1])
         flags, given = args[num_tensors:begin], len(args[begin:end])
         results = op(*tensors, *flags, *_vmap.fold_options(options, dims, n, batch)[:given], *args[end:])
         return _vmap.unfold(results, n, batch)

@@ -654,3 +654,29 @@ def test_compiles_torch_func(device: str) -> None:
     function = torch.vmap(torch.func.grad(lambda *qkv: loss(*qkv, {}), (0, 1, 2)))
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     assert_all_equal(compiled(q, k, v), function(q, k, v))
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_vmap_over_nothing(device: str, looped: bool) -> None:
+    """As torch's operators give, for calls that are folded into the batch and for others."""
+    q, k, v = (x.detach() for x in qkv(device))
+    options: dict[str, Any] = dict(return_lse=True)
+    if looped:
+        options |= dict(dropout_p=0.5, rng_state=random_rng(device))
+    none = q.new_empty(2, 0, *q.shape[1:], requires_grad=True)
+
+    def attend(q: Tensor) -> Any:
+        return flash_ext.attention(q, k, v, **options)
+
+    out, lse = torch.vmap(attend, in_dims=1)(none)
+    expected = attend(q)
+    assert out.shape == (0, *expected[0].shape) and lse.shape == (0, *expected[1].shape)
+    assert (out.dtype, lse.dtype, out.device) == (q.dtype, expected[1].dtype, q.device)
+    outs, lses = (x.new_empty(0, 3, *x.shape) for x in expected)
+    out, lse = torch.vmap(flash_ext.merge)(outs, lses)
+    assert out.shape == (0, *expected[0].shape) and lse.shape == (0, *expected[1].shape)
+    if not looped:
+        (grad,) = torch.autograd.grad(torch.vmap(attend, in_dims=1)(none)[0].sum(), none)
+        assert grad.shape == none.shape
+        grads = torch.vmap(torch.func.grad(lambda q: attend(q)[0].sum()), in_dims=1)(none)
+        assert grads.shape == (0, *q.shape)
