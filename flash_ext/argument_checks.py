@@ -103,9 +103,12 @@ def as_number(name: str, value: Any, way_out: str = "pass its item()") -> float:
     raise TypeError(f"{name} must be a number, got {describe(value)}")
 
 
+_LEAST, _MOST = -(2**63), 2**63 - 1  # what operators take as an integer
+
+
 def as_integer(name: str, value: Any, expected: str = "an integer") -> int:
     """An int of any integer. Raises TypeError for a tensor, a bool, a string or a fraction, even if it is whole."""
-    if type(value) is int and (torch.compiler.is_compiling() or -(2**63) <= value < 2**63):
+    if type(value) is int and (torch.compiler.is_compiling() or _LEAST <= value <= _MOST):
         return value  # compiled, it may be a symbol, of which a comparison would become a guard
     if isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]
@@ -114,7 +117,7 @@ def as_integer(name: str, value: Any, expected: str = "an integer") -> int:
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name} must be {expected}, got {describe(value)}")
     number = int(value)
-    if not -(2**63) <= number < 2**63:
+    if not _LEAST <= number <= _MOST:
         raise ValueError(f"{name} must be an integer of 64 bits, got {number}")
     return number
 
@@ -137,7 +140,7 @@ def as_flag(name: str, value: Any) -> bool:
 def check_window(window_size: Any) -> tuple[int, int]:
     """(left, right) of a pair of integers."""
     left, right = as_pair("window_size", "(left, right)", window_size)
-    if type(left) is int and type(right) is int:
+    if type(left) is int and type(right) is int and _LEAST <= left <= _MOST and _LEAST <= right <= _MOST:
         return left, right
     return as_integer("window_size[0]", left), as_integer("window_size[1]", right)
 

@@ -507,6 +507,14 @@ def test_parts_of_one_argument_are_named_once() -> None:
         flash_ext.flash_attn_kvpacked_func(q, kv)
 
 
+@pytest.mark.parametrize(("window_size", "side"), [((2**63, 0), 0), ((0, -(2**63) - 1), 1)], ids=str)
+def test_windows_of_more_than_64_bits(window_size: tuple[int, int], side: int) -> None:
+    x = random(1, 3, 2, 8)
+    for function in (flash_ext.attention, flash_ext.decode, flash_ext.flash_attn_func):
+        with pytest.raises(ValueError, match=rf"^window_size\[{side}\] must be an integer of 64 bits, got -?9223372"):
+            function(x, x, x, window_size=window_size)
+
+
 def test_integers_are_no_queries() -> None:
     """Nor where all three are, which then fit each other."""
     x = random(2, 2, 3, 8).int()
