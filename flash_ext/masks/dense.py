@@ -28,8 +28,8 @@ class DenseBuilders(Mask):
 
         Args:
             visible: bool (seqlen_q, seqlen_k) or (batch|1, heads_q|1, seqlen_q, seqlen_k), True = visible.
-            block_size: (block_m, block_n): block_m is any number of queries, block_n a multiple of 32 keys. Multiples
-                of 128 are fastest on Hopper.
+            block_size: (block_m, block_n): block_m is any number of queries, block_n a multiple of 32 keys, each up to
+                2^20. Multiples of 128 are fastest on Hopper.
 
         Returns:
             A ``BlockMask`` on the device of ``visible``.

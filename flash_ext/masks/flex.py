@@ -44,7 +44,7 @@ class FlexConversions(Mask):
 
         Raises:
             TypeError: block_mask is none of these.
-            ValueError: its blocks are not of a multiple of 32 keys.
+            ValueError: its blocks are not of a multiple of 32 keys, or have more than 2^20 queries or keys.
         """
         from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 

@@ -78,6 +78,7 @@ def lists_of_intervals(rule: str, bounds: Tensor, window: Window, offset: int, b
     if bounds.dtype not in (torch.int32, torch.int64):
         bounds = bounds.long()
     left, right = (-1 if side is None else side for side in (window.left, window.right))
+    room = room._replace(bitmaps=min(room.bitmaps, max(blocks.columns, 1)))  # a row has a block a column at most
     lists = Lists(
         *OPS.interval_block_lists.default(
             bounds, rule, *blocks, offset, left, right, window.num_global, window.is_causal, *room

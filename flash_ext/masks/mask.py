@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+MAX_BLOCK = 2**20  # rows and keys of a block, for which operators take a mask
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Mask:
     """What ``BlockMask`` documents."""
@@ -58,8 +61,11 @@ def as_blocks(seqlen_q: Any, seqlen_k: Any, block_size: Any) -> Blocks:
 def as_block_size(block_size: Any) -> tuple[int, int]:
     block_m, block_n = as_pair("block_size", "(rows, keys)", block_size)
     block_m, block_n = as_integer("block_size[0]", block_m), as_integer("block_size[1]", block_n)
-    if block_m < 1 or block_n < 32 or block_n % 32 != 0:
-        raise ValueError(f"block_size must be (rows >= 1, keys a multiple of 32), got {block_size}")
+    if not 1 <= block_m <= MAX_BLOCK or not 32 <= block_n <= MAX_BLOCK or block_n % 32 != 0:
+        raise ValueError(
+            f"block_size must be (rows from 1 to {MAX_BLOCK}, keys a multiple of 32 up to {MAX_BLOCK}), "
+            f"got {(block_m, block_n)}"
+        )
     return block_m, block_n
 
 

@@ -225,7 +225,7 @@ def test_attention_with_a_built_mask(device: str) -> None:
 
 
 def test_errors() -> None:
-    for block_size in [(0, 32), (16, 48), (16, 0), (16, 16)]:
+    for block_size in [(0, 32), (16, 48), (16, 0), (16, 16), (2**20 + 1, 32), (16, 2**20 + 32)]:
         with pytest.raises(ValueError, match="block_size must be"):
             BlockMask.causal(8, 8, block_size)
     with pytest.raises(ValueError, match="visible must be bool"):
@@ -238,6 +238,17 @@ def test_errors() -> None:
         BlockMask.document(torch.zeros(3).int(), torch.zeros(3))
     with pytest.raises(ValueError, match="ids_q and ids_k"):
         BlockMask.document(torch.zeros(2, 3).int(), torch.zeros(4).int())
+
+
+def test_the_largest_blocks(device: str) -> None:
+    """Their memory is that of the blocks that there are. Torch's own mask of nothing has larger ones."""
+    from torch.nn.attention.flex_attention import _create_empty_block_mask
+
+    q = torch.randn(1, 5, 1, 8, device=device)
+    mask = BlockMask.causal(5, 5, (2**20, 32), device=device)
+    torch.testing.assert_close(flash_ext.attention(q, q, q, block_mask=mask), flash_ext.attention(q, q, q, causal=True))
+    with pytest.raises(ValueError, match=r"^block_size must be .* up to 1048576\), got \(1073741824, 1073741824\)"):
+        BlockMask.from_flex(_create_empty_block_mask(q.transpose(1, 2), q.transpose(1, 2)))
 
 
 @pytest.mark.parametrize("window_size", [(-5, -5), (-2, 0), (0, -2)], ids=str)
