@@ -261,7 +261,7 @@ def decode(
         causal, window_size, softmax_scale, softcap, alibi_slopes, sink, cu_seqlens_q, max_seqlen_q, return_lse: as for
             ``attention``.
         num_splits: number of ranges of keys; 0 = the library decides.
-        batch_invariant: a sequence gets the same bits whatever else is in the batch.
+        batch_invariant: a sequence gets the same bits whatever else is in the batch. Requires num_splits 0 or 1.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v), or (out, lse) with lse (batch, heads_q, seqlen_q); packed as q.
