@@ -1,5 +1,5 @@
-// The head dims that CUDA attention kernels are instantiated for. The forward for Hopper has more
-// (sm90/forward/shape.h).
+// The head dims that CUDA attention kernels are instantiated for. Hopper's kernels have more
+// (sm90/forward/shape.h, sm90/common/backward/shape.h).
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,6 @@
-// The memory of one sequence's rows: dense, varlen, paged, left-padded. Lengths and indices that lie on the device are
-// clamped to what the tensors hold.
+// One sequence and head: where its rows lie (dense, varlen, paged, left-padded), its lengths, and which keys and
+// queries its window lets see each other. Lengths and indices that lie on the device are clamped to what the tensors
+// hold.
 #pragma once
 
 #include "kernels/common/mask/tile_range.h"
@@ -41,6 +42,7 @@ struct TileSpan {
   int begin, end, full_begin, full_end;
 };
 
+/// A sequence of a call, and one of its query heads.
 struct Sequence {
   int batch, head, head_kv;
   int seqlen_q, seqlen_k;

@@ -57,7 +57,8 @@ __device__ __forceinline__ uint32_t to_tf32(float x) {
   return y;
 }
 
-/// Spreads the sign of each half of x over all 16 bits of that half (PTX ISA, "prmt").
+/// Spreads the sign of each half of x over all 16 bits of that half (PTX ISA, "prmt": a selector
+/// nibble 8 + k is the sign of byte k).
 __device__ __forceinline__ uint32_t spread_signs(uint32_t x) {
   uint32_t y;
   asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(y) : "r"(x));

@@ -9,14 +9,16 @@
 
 namespace flash_ext::ptx {
 
-/// Spreads bits 7 and 23 of x over all 16 bits of their halves (PTX ISA, "prmt").
+/// Spreads bits 7 and 23 of x over all 16 bits of their halves (PTX ISA, "prmt": a selector nibble 8 + k is the sign of
+/// byte k).
 __device__ __forceinline__ uint32_t spread_low_signs(uint32_t x) {
   uint32_t y;
   asm("prmt.b32 %0, %1, 0, 0xaa88;" : "=r"(y) : "r"(x));
   return y;
 }
 
-/// Spreads the sign of a byte of x over the low half, and the sign of the same byte of y over the high half.
+/// Spreads the sign of a byte of x over the low half, and the sign of the same byte of y over the high half
+/// (PTX ISA, "prmt": y has bytes 4 to 7).
 __device__ __forceinline__ uint32_t pair_byte_signs(uint32_t x, uint32_t y, int byte) {
   uint32_t z;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0xCC88 + byte * 0x1111));

@@ -7,8 +7,10 @@
 
 namespace flash_ext::sm90 {
 
-/// Descriptors (PTX ISA, "wgmma, matrix descriptor") of parts of a tile with kRows rows. Their upper half is a
-/// constant, and offsets are added to the lower one, so that they are made in the uniform registers.
+/// Descriptors (PTX ISA, "wgmma, matrix descriptor") of parts of a tile with kRows rows. Bits 0-13: address / 16;
+/// 16-29: leading dimension byte offset / 16, here kNextPanel; 32-45: stride dimension byte offset / 16, here
+/// kEightRows; 62-63: the swizzle, 1 = 128 bytes, 2 = 64. Their upper half is a constant, and offsets are added to the
+/// lower one, so that they are made in the uniform registers.
 template <int kRows>
 struct TileDescriptor {
   static constexpr uint32_t kSwizzle128 = 1u << 30;

@@ -29,6 +29,7 @@ struct BackwardRolesOf {
   using Consumer = Consumer_;
   using Maps = Maps_;
   using Arguments = BackwardArgumentsOf<Maps>;
+  // The kernel's last two arguments: (schedule, scale) here, (layout, schedule) in sm90/backward_options.
   using Fourth = BackwardSchedule;
   using Fifth = float;
   static constexpr bool kHasLayout = false;  // whether the fourth argument is a BackwardOptionsLayout
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   __syncthreads();
   storage.look_at_masks(p, workspace);
-  // These calls are in no function of the roles: with one more level of calls ptxas orders the instructions otherwise.
+  // Written out, not as members of Roles: after one more inlined call ptxas schedules these instructions differently.
   if (warp < kWarpgroupWarps) {
     ptx::release_registers<Config::kShape.dq_registers>();
     ptx::wait_for_previous_grid();  // for row terms, and for sums and counters zeroed with them

@@ -199,6 +199,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     Steps step = at.first_step(storage_);
     RingCount<Config::kDsStages> ds_at = at.first_ds();
 
+    // The first step: S, its row terms, its visible pairs.
     if (!Config::kPersistent) sanitise_keys();
     rules_.prepare_first(step);
     start_scores(s, terms, bits, step, full, false);
@@ -212,6 +213,8 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     while (!kHasTails || !step.is_past_end()) {
       // Barriers are tested ahead of need: a test takes as long as a wait for a barrier that is already complete.
       const bool has_grads = ptx::mbarrier_test(address(storage_.do_full[step.grad_stage()]), step.grad_parity());
+
+      // P, from S.
       rules_.softmax_step(p, ds, s, terms, scale_);
       if (hides) hide_weights(p, ds, visible);
       rules_.sanitise_hidden(p);
@@ -220,12 +223,13 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       if constexpr (Rules::kTwoWeights) fence_operands(ds);
       ptx::fence_operand(s[0]);
       if (!has_grads) wait_for(storage_.do_full[step.grad_stage()], step.grad_parity());
+
+      // Start dP, then dV. D is read meanwhile.
       const uint32_t queries = queries_ + step.stage * kStage;
       const uint32_t grads = (Config::kBiased ? queries_ + step.grad_stage() * kStage : queries) + kGrads;
       Products::start(s, keys_ + kValues, grads);
       if (Rules::kPreparesEarly) rules_.prepare_ahead(step);
       if (!kReadsDeltaFirst) start_sum(dv_, p, grads);
-
       const float* const s_delta = storage_.minus_delta[step.grad_stage()];
       Tile::template load<0, Rules::kEarlySteps>(terms, s_delta, lane_);
       const Steps current = step;
@@ -237,6 +241,8 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       if (!Rules::kPreparesEarly) rules_.prepare_ahead(current);
       ptx::wgmma_wait<1>();
       ptx::fence_operand(s[0]);
+
+      // dS, from dP; dV may be in flight.
       if (!has_room) wait_for(storage_.ds_empty[ds_at.stage()], ds_at.parity() ^ 1);
       Tile::template load<Rules::kEarlySteps, Tile::kSteps>(terms, s_delta, lane_);
       rules_.compute_ds(ds, s, p, terms);
@@ -252,6 +258,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       ptx::fence_proxy_async_shared();
       arrive_as_warp(storage_.ds_full[ds_at.stage()], lane_);
 
+      // Start S of the next step, then dK. The next step is prepared meanwhile.
       start_scores(s, terms, bits, step, full, has_queries || step.is_past_end());
       start_ds_sum(dk_, ds, DsTile::lower_half(s_ds), queries);
       rules_.prepare(step);
@@ -462,12 +469,13 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
 
   // ---- Products. The caller waits for them, and then fences the accumulators.
 
-  /// dV += P dO
+  /// Starts sum += p rows: dV += P dO and, for a tail, dK += dS Q. Unlike BackwardProducts::start_sum() it issues no
+  /// wgmma_fence(): the caller has done so since p was written, itself or by Products::start().
   template <int kSteps>
-  __device__ __forceinline__ static void start_sum(Sum& sum, const uint32_t (&p)[kSteps][4], uint32_t grads) {
+  __device__ __forceinline__ static void start_sum(Sum& sum, const uint32_t (&p)[kSteps][4], uint32_t rows) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k)
-      ptx::Wgmma<Element, kHeadDim>::accumulate_transposed(sum, p[k], QueryTile::at(grads, QueryTile::down_rows(k)));
+      ptx::Wgmma<Element, kHeadDim>::accumulate_transposed(sum, p[k], QueryTile::at(rows, QueryTile::down_rows(k)));
     ptx::wgmma_commit();
   }
   /// Starts dK += dS Q. A warp reads the rows of dS in shared memory that it has written itself, after its own proxy

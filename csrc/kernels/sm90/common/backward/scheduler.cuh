@@ -63,7 +63,7 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
   using Anchor = WorkTileAnchor<Config::kAnchored>;
 
   Sequence sequence;  // its head is the first of `heads`
-  int heads;          // query heads of the group
+  int heads;          // query heads: of the group, or of the split
   int first_key;
   TileSpan tiles;                       // of queries; full: each computed query sees all keys that exist
   QueryTileOrder order;                 // of `tiles`
@@ -161,12 +161,12 @@ __device__ __forceinline__ uint32_t position_of_cta(const BackwardWorkspace& wor
   if (threadIdx.x == 0) number = take_number(workspace);
   __syncthreads();
   const uint32_t taken = number;
-  __syncthreads();
+  __syncthreads();  // thread 0 writes the work tile to this memory next
   return taken;
 }
 
 /// Looks for a LargeLse in the rows of all tiles, and records it in the work tile. Each consumer warp calls it, `group`
-/// being its warpgroup, before its first look at a tile. All find and write the same.
+/// being its warpgroup, before its first step. The warps of a warpgroup find and write the same.
 template <class Config>
 __device__ __forceinline__ void find_large_lse(const BackwardWorkspace& workspace, BackwardWorkTile<Config>& work_tile,
                                                int group, int lane) {
