@@ -5,7 +5,7 @@
 
 namespace flash_ext::ptx {
 
-/// Returns x. Values that depend on the result are computed behind this place, and not before a loop that has no
+/// Returns x. Values that depend on the result are computed after this place, and not before a loop that has no
 /// registers for them.
 template <class T>
 __device__ __forceinline__ T reread(T x) {

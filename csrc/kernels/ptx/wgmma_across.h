@@ -26,7 +26,7 @@ namespace flash_ext::ptx {
 #define FLASH_EXT_D48 FLASH_EXT_D32, FLASH_EXT_D16(8)
 #define FLASH_EXT_D64 FLASH_EXT_D32, FLASH_EXT_D16(8), FLASH_EXT_D16(12)
 
-// Registers, the numbers of the operands behind them, and whether A has rows across the depth.
+// Registers, the numbers of the operands after them, and whether A has rows across the depth.
 #define FLASH_EXT_PRODUCT(TYPE, COLUMNS, REGISTERS, A, B, ACCUMULATE, ACROSS)                                    \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" FLASH_EXT_R##REGISTERS \
                "}, %" #A ", %" #B ", %" #ACCUMULATE ", 1, 1, " #ACROSS ", 1;"                                    \

@@ -4,7 +4,7 @@
 // The sums of a key head are divided into shares, one for each of its key tiles. The CTA at position i of the order
 // zeroes the share that position i + distance stands for, where distance is a section and a wave. A CTA may add to the
 // sums of a key head, or report them complete (dq_completion.cuh), when all shares of it have been zeroed. (A last step
-// that runs past the last query adds zeros to sums behind them at any time, which changes nothing.)
+// that runs past the last query adds zeros to sums after them at any time, which changes nothing.)
 //
 // No CTA waits for ever. It waits only for earlier positions, and publishes its own share before it waits; so the
 // earliest position that is not published yet waits for nobody. It has an SM or gets one: CUDA does not promise it, but

@@ -54,10 +54,10 @@ void launch_backward_sequence(const BackwardParams& p, const BackwardWorkspace& 
   launch_first(rows);
   if (p.dq.data || p.dk.data || p.dv.data) launch_main();
   if (p.dq.data) {
-    LaunchShape behind_main = rows;
-    behind_main.overlaps_previous = overlaps_previous;
+    LaunchShape after_main = rows;
+    after_main.overlaps_previous = overlaps_previous;
     using Element = typename Kernels::Element;
-    launch(names.dq, store_dq_kernel<Element, typename Kernels::DqLayout, kBlockM, Kernels::kHeadDim>, behind_main,
+    launch(names.dq, store_dq_kernel<Element, typename Kernels::DqLayout, kBlockM, Kernels::kHeadDim>, after_main,
            stream, p, workspace);
   }
   launch_sink_gradient<Kernels>(p, workspace, names, stream);

@@ -21,7 +21,7 @@ namespace flash_ext {
 /// The work tile of a CTA: a key tile of a key head, or one split of it.
 struct KeyWorkTile {
   static constexpr int32_t kUnsplit = -1;
-  static constexpr int32_t kPast = 1 << 23;  // a tile behind all keys
+  static constexpr int32_t kPast = 1 << 23;  // a tile past all keys
 
   int32_t batch, head_kv, tile;
   int32_t split = 0;
@@ -120,7 +120,7 @@ FLASH_EXT_HOST_DEVICE int32_t key_head_of_all(int64_t heads_kv, int32_t batch, i
 }
 
 /// Which positions zero which sums of dQ (dq_zeroing.cuh). The sums of a key head have a share for each of its key
-/// tiles; a position zeroes the share of the position `distance` behind it.
+/// tiles; a position zeroes the share of the position `distance` after it.
 struct DqZeroingOrder {
   uint32_t first_head = UINT32_MAX;  // of the key heads of all batch entries; those before it are zeroed beforehand
   uint32_t distance = 0;             // in positions; 0: all sums are zeroed beforehand
@@ -143,7 +143,7 @@ struct DqZeroingOrder {
 /// `at_once`: positions that run at the same time. `reserved`: the first positions, which zero nothing.
 inline DqZeroingOrder dq_zeroing_order(const BackwardOrder& order, int64_t at_once, int64_t reserved) {
   // A section and a wave: when the first position of a section adds to dQ, those that zeroed its sums are mostly over.
-  // The first heads are all of the sections in which some share is not that far behind a position that zeroes.
+  // The first heads are all of the sections in which some share is not that far after a position that zeroes.
   const int64_t section = int64_t{order.section_heads} * order.key_tiles;
   const int64_t first_head = (1 + (at_once + reserved + section - 1) / section) * order.section_heads;
   if (first_head >= order.heads) return {};

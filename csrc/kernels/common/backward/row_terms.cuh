@@ -66,7 +66,7 @@ __device__ __forceinline__ int term_position(int row) {
 /// entries; or, where tiles are numbered by rows, by these numbers and groups of heads. Finding the sequence of a
 /// number takes as long as the rows of some heads, so several heads share the search.
 struct RowTileOfCta {
-  int tile, batch;  // tile: it may be below 0, or behind the end of the sequence
+  int tile, batch;  // tile: it may be below 0, or past the end of the sequence
   int first_head, end_head;
 
   /// Warp 0 searches; the result lies in shared memory, because the loop over heads has no registers to keep it.
@@ -105,7 +105,7 @@ struct RowTileOfCta {
   }
 };
 
-/// What a lane reads of a row of dO and O: chunks of 16 bytes, every kLanes-th one. Columns behind the last are zero.
+/// What a lane reads of a row of dO and O: chunks of 16 bytes, every kLanes-th one. Columns past the last are zero.
 template <class Element, int kLanes, int kChunks>
 struct RowChunks {
   uint4 grad_out[kChunks], out[kChunks];

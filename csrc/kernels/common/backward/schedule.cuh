@@ -10,7 +10,7 @@
 
 namespace flash_ext {
 
-/// The schedule of a call. Its list and sums lie in scratch memory, behind the other memory that the call needs.
+/// The schedule of a call. Its list and sums lie in scratch memory, after the other memory that the call needs.
 struct BackwardSchedule {
   BackwardOrder order;
   WorkListPlan listing;   // of the key tiles

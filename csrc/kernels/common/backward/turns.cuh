@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t take_number(const BackwardWorkspace& workspa
   return static_cast<uint32_t>(atomicAdd(workspace.ticket, 1));
 }
 
-/// The query tiles that a CTA visits, from `first` on; `past` is behind the last one. Heads come one after the other.
+/// The query tiles that a CTA visits, from `first` on; `past` is after the last one. Heads come one after the other.
 /// Where additions take turns, a CTA visits a query tile of all heads before the next tile: head by head, a CTA with
 /// few tiles would wait in every head for one with many.
 struct QueryTileOrder {

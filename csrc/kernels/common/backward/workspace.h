@@ -112,7 +112,7 @@ struct BackwardWorkspace {
     const int64_t tiles = p.heads_q * tiles_per_head;
     const int64_t rows = tiles * block_m;
     lse = take<float>(memory, rows);
-    // A step of an anchored key tile may run past the last row: it reads what is hidden and adds zeros. Behind lse it
+    // A step of an anchored key tile may run past the last row: it reads what is hidden and adds zeros. After lse it
     // reads from minus_delta, which must follow.
     minus_delta = take<float>(memory, rows + block_m);
     if (p.dq.data) dq = take<float>(memory, rows * head_dim + block_m * kDqPlaneColumns);

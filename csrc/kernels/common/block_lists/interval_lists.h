@@ -36,7 +36,7 @@ struct IntervalListsParams {
   int64_t left = -1;  // negative: unlimited
   int64_t right = -1;
   int64_t num_global = 0;  // all see so many first keys; unless `causal`, tokens at the first positions see all keys
-  bool causal = false;     // first keys behind the window are not seen either
+  bool causal = false;     // first keys after the window are not seen either
   int32_t rows = 0;        // of blocks; batch * (rows + 1) is counted in 32 bits
   int32_t columns = 0;
   int64_t max_blocks = 0;      // entries that the lists have room for
@@ -47,8 +47,8 @@ struct IntervalListsParams {
   int32_t* bitmaps = nullptr;     // (batch * rows * max_bitmaps, block_m, block_n / 32)
 };
 
-/// A query sees the keys [0, before) and [begin, end); begin > before, or before is 0. An end behind the last key is
-/// moved to the end of that key's block, so that bits behind the last key do not keep the block from being full.
+/// A query sees the keys [0, before) and [begin, end); begin > before, or before is 0. An end past the last key is
+/// moved to the end of that key's block, so that bits past the last key do not keep the block from being full.
 struct VisibleKeys {
   int before, begin, end;
 };
@@ -126,7 +126,7 @@ FLASH_EXT_LANES_CODE VisibleKeys visible_keys(const IntervalListsParams& p, int6
   return {first, from, to};
 }
 
-/// The keys that query i of a row of blocks sees. Queries behind the last one see what the last one sees.
+/// The keys that query i of a row of blocks sees. Queries past the last one see what the last one sees.
 FLASH_EXT_LANES_CODE VisibleKeys visible_keys(const IntervalListsParams& p, const BlockRow& at, int i) {
   const int64_t position = smaller(int64_t{at.row} * p.block_m + i, p.seqlen_q - 1) + p.offset;
   int64_t before = 0;
@@ -161,10 +161,10 @@ FLASH_EXT_LANES_CODE uint32_t visible_bits(const VisibleKeys& keys, int key) {
   return below(keys.before) | (below(keys.end) & ~below(keys.begin));
 }
 
-/// The first column behind `column` at which, because of an edge, blocks may differ from the block before.
+/// The first column after `column` at which, because of an edge, blocks may differ from the block before.
 FLASH_EXT_LANES_CODE int next_change(int edge, int column, int block_n, int columns) {
-  const int holds = edge / block_n, behind = (edge % block_n == 0) ? holds : holds + 1;
-  return holds > column ? holds : behind > column ? behind : columns;
+  const int holds = edge / block_n, after = (edge % block_n == 0) ? holds : holds + 1;
+  return holds > column ? holds : after > column ? after : columns;
 }
 
 /// The run that begins at a column.

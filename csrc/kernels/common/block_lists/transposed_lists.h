@@ -50,7 +50,7 @@ FLASH_EXT_LANES_CODE int64_t entry_of(const TransposedListsParams& p, const int3
   return low < end && p.indices[low] == column ? low : -1;
 }
 
-/// The index of a column's offset. `number` counts the columns of all heads. Each head has one more offset, behind that
+/// The index of a column's offset. `number` counts the columns of all heads. Each head has one more offset, after that
 /// of its last column.
 FLASH_EXT_LANES_CODE int64_t place_of_offset(const TransposedListsParams& p, int number) {
   return int64_t{number} + number / p.columns;
@@ -87,7 +87,7 @@ FLASH_EXT_LANES_CODE int count_rows(const TransposedListsParams& p, int number, 
   return rows_of_column(p, number, rows, -1, lanes);
 }
 
-/// Second pass: writes the entries of a range of rows in a column, behind the `before` entries of the rows before them.
+/// Second pass: writes the entries of a range of rows in a column, after the `before` entries of the rows before them.
 FLASH_EXT_LANES_CODE void write_rows(const TransposedListsParams& p, int number, RowRange rows, int before,
                                      const Lanes& lanes) {
   rows_of_column(p, number, rows, int64_t{p.transposed_offsets[place_of_offset(p, number)]} + before, lanes);

@@ -75,8 +75,8 @@ struct TransposedOrder {
  private:
   /// Bits 15 - n of those n with begin <= 8 n < end.
   __device__ __forceinline__ static uint32_t of_first(int begin, int end) {
-    const int first = min(max((begin + 7) >> 3, 0), 16), behind = min(max((end + 7) >> 3, 0), 16);
-    return ptx::bit_field(16 - behind, max(behind - first, 0));
+    const int first = min(max((begin + 7) >> 3, 0), 16), past = min(max((end + 7) >> 3, 0), 16);
+    return ptx::bit_field(16 - past, max(past - first, 0));
   }
 };
 

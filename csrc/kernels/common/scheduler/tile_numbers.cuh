@@ -53,7 +53,7 @@ struct TileNumbers {
     return by_rows ? static_cast<int64_t>(block.quotient(scale * begin)) + sequence : sequence * tiles_of_longest;
   }
 
-  /// Finds the sequence and the tile of a number. The tile may not exist: it may be negative or lie behind the end of
+  /// Finds the sequence and the tile of a number. The tile may not exist: it may be negative or lie past the end of
   /// the sequence. To be called by a whole warp.
   __device__ __forceinline__ void find(const AttentionParams& p, int64_t number, int& sequence, int& tile) const {
     if (!by_rows) {

@@ -61,7 +61,7 @@ struct alignas(16) ListedTile {
 struct TileIndex {
   int32_t sequence;
   int32_t head;
-  int32_t tile;  // kNoTile: there is none, and none behind it in a list
+  int32_t tile;  // kNoTile: there is none, and none after it in a list
 };
 
 constexpr int32_t kNoTile = INT32_MAX;

@@ -76,7 +76,7 @@ template <class Config>
 BackwardWorkspace backward_workspace(const BackwardParams& p, void* memory) {
   return BackwardWorkspace(p, Config::kBlockM, Config::kBlockN, Config::kHeadDim, memory);
 }
-/// Places the schedule behind the workspace in the same memory.
+/// Places the schedule after the workspace in the same memory.
 template <class Config>
 BackwardSchedule backward_schedule(const BackwardParams& p, const BackwardWorkspace& workspace, void* memory) {
   return BackwardSchedule(p, Config::kBlockN, Config::kHeadDim, workspace.turns != nullptr,

@@ -14,7 +14,7 @@ struct BackwardWalk : BackwardWarp<Config> {
   using Base::is_partial, Base::lane, Base::tile_index, Base::warp, Base::work_tile, Base::workspace;
   using typename Base::Unit;
 
-  /// The step after `step`, among the query tiles that see some key. After the last step, its head is behind the group.
+  /// The step after `step`, among the query tiles that see some key. After the last step, its head is past the group.
   __device__ __forceinline__ BackwardStep next(BackwardStep step) const {
     if (++step.tile == work_tile.tiles.end) step.tile = work_tile.tiles.begin;
     if (step.tile == work_tile.first_tile) ++step.head;

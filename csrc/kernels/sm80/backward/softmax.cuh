@@ -30,7 +30,7 @@ struct BackwardSoftmax : BackwardProducts<Config> {
   }
 
   /// Replaces the weights outside of the window, or their exponents, even if they are NaN: another key may have made
-  /// the query's lse NaN. Queries behind the last one have weights of 0, because their lse is inf.
+  /// the query's lse NaN. Queries past the last one have weights of 0, because their lse is inf.
   __device__ __forceinline__ void hide(float (&weights)[kM][kN][4], const TileCoordinates<true>& at,
                                        float hidden) const {
     const Sequence& sequence = work_tile.sequence;

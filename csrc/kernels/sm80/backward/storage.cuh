@@ -82,7 +82,7 @@ struct BackwardWorkTile {
     tiles.full_begin = tiles.full_end = tiles.end;
   }
 
-  /// The first step, of a query tile that sees some key; behind the group if there is none.
+  /// The first step, of a query tile that sees some key; past the group if there is none.
   __device__ __forceinline__ BackwardStep first_step() const {
     return {tiles.begin < tiles.end ? 0 : heads, first_tile};
   }

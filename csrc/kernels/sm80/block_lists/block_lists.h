@@ -10,7 +10,7 @@ struct TransposedListsParams;
 
 namespace sm80 {
 
-/// Writes every element of all four tensors; entries behind the last block are 0.
+/// Writes every element of all four tensors; entries past the last block are 0.
 void interval_block_lists(const IntervalListsParams& params, cudaStream_t stream);
 
 /// Writes every element of all four tensors, as above.

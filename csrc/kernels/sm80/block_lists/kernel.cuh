@@ -104,7 +104,7 @@ static __global__ void __launch_bounds__(kOffsetThreads)
   }
 }
 
-/// Zeroes the entries behind the last block, by all threads of the grid.
+/// Zeroes the entries past the last block, by all threads of the grid.
 __device__ __forceinline__ void zero_entries(int32_t* indices, int32_t* bitmap_ids, int64_t end, int64_t max_blocks) {
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   for (int64_t n = end + thread; n < max_blocks; n += static_cast<int64_t>(gridDim.x) * blockDim.x)

@@ -1,4 +1,4 @@
-// Appending to a cache: rows of k (rotated by their positions) and of v are written behind those in use, and q is
+// Appending to a cache: rows of k (rotated by their positions) and of v are written after those in use, and q is
 // rotated into q_rotated:
 //
 //   (x, y) -> (x cos - y sin, x sin + y cos)     for the pairs of the first rotary_dim elements

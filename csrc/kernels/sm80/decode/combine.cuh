@@ -92,7 +92,7 @@ __host__ __device__ __forceinline__ int combine_threads_per_group(int columns) {
 /// rows, by heads and rows in memory.
 struct RowOfCta {
   int batch, group;
-  int row;  // of the group; it may be below 0, or behind the end
+  int row;  // of the group; it may be below 0, or past the end
 
   /// Finds the row of this CTA. Called by whole warps.
   __device__ __forceinline__ RowOfCta(const ForwardParams& p, const DecodeGrid& grid) {

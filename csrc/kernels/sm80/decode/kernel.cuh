@@ -127,22 +127,22 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
 
 template <class Config>
 void launch_decode(const ForwardParams& params, const DecodeGrid& grid, const DecodePartials& partials,
-                   bool behind_append, cudaStream_t stream) {
+                   bool after_append, cudaStream_t stream) {
   const int64_t ctas = grid.all_tiles() * grid.ctas.value;
   LaunchShape shape{grid_of(ctas), dim3(Config::kThreads), Config::kSharedBytes};
-  shape.overlaps_previous = behind_append;
+  shape.overlaps_previous = after_append;
   launch("decode", decode_kernel<Config>, shape, stream, params, grid, partials);
 }
 
 /// Launches all of decoding but the combination of the splits.
 template <class Element, int kHeadDim>
-void run_decode(const ForwardParams& params, const DecodeGrid& grid, const DecodePartials& partials, bool behind_append,
+void run_decode(const ForwardParams& params, const DecodeGrid& grid, const DecodePartials& partials, bool after_append,
                 cudaStream_t stream) {
   if constexpr (sizeof(Element) == 2) {
     if (grid.block_m > 16)
-      return launch_decode<DecodeConfig<Element, kHeadDim, 4>>(params, grid, partials, behind_append, stream);
+      return launch_decode<DecodeConfig<Element, kHeadDim, 4>>(params, grid, partials, after_append, stream);
   }
-  launch_decode<DecodeConfig<Element, kHeadDim, 1>>(params, grid, partials, behind_append, stream);
+  launch_decode<DecodeConfig<Element, kHeadDim, 1>>(params, grid, partials, after_append, stream);
 }
 
 }  // namespace flash_ext::sm80

@@ -10,7 +10,7 @@ namespace flash_ext::sm80 {
 
 constexpr int kMaskBitsThreads = 256;
 
-/// A warp packs a unit of 32 queries and 32 keys; each lane reads a row of it. Rows behind the last query count as rows
+/// A warp packs a unit of 32 queries and 32 keys; each lane reads a row of it. Rows past the last query count as rows
 /// that see all keys. So they get a stabiliser, and the forward need not treat them as rows that have seen no key yet.
 static __global__ void __launch_bounds__(kMaskBitsThreads)
     mask_bits_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ MaskSizes sizes,

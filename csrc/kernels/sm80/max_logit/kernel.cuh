@@ -35,7 +35,7 @@ __device__ __forceinline__ QueryTile packed_query_tile(const AttentionParams& p,
   return {low, n - first_tile(low)};
 }
 
-/// Returns the largest of the tile's scores and `largest`, in the unit of scores. Rows behind the last query do not
+/// Returns the largest of the tile's scores and `largest`, in the unit of scores. Rows past the last query do not
 /// count.
 template <class Element>
 __device__ __forceinline__ float largest_of(ScoreFragment& s, const ScoreTile<Element>& tile, float largest) {

@@ -11,7 +11,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Whether a CTA without steps has turns that some CTA behind it may wait for.
+/// Whether a CTA without steps has turns that some later CTA may wait for.
 template <class Config, bool kSkipsTurns = Config::kSkipsTurns>
 struct BackwardSkippedTurns {};
 template <class Config>
@@ -128,16 +128,16 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
     sees = __syncthreads_or(sees);
     hides = __syncthreads_or(hides);
     if constexpr (Config::kSkipsTurns) {
-      const bool skips = !sees && sees_keys_behind(p);
+      const bool skips = !sees && sees_later_keys(p);
       if (threadIdx.x == 0) this->skips_turns = skips;
     }
     if (threadIdx.x == 0 && !sees) this->work_tile.tiles.end = this->work_tile.tiles.begin;
     __syncthreads();
     return hides;
   }
-  /// Whether some head of the group, be it of another split, sees a key behind the tile. If none does, no CTA behind
+  /// Whether some head of the group, be it of another split, sees a key after the tile. If none does, no later CTA
   /// has steps.
-  __device__ __forceinline__ bool sees_keys_behind(const BackwardParams& p) const {
+  __device__ __forceinline__ bool sees_later_keys(const BackwardParams& p) const {
     Sequence sequence = this->work_tile.sequence;
     const int group = static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv);
     const int heads = p.mask.head_stride || p.bias.head_stride ? group : 1;

@@ -230,7 +230,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     turns_.wait(workspace_.turns, turn);
     stores_ = turn == 0 && workspace_.first_turns_store;
   }
-  /// Passes the turns of a CTA whose keys are hidden from all queries: it has no steps, but CTAs behind it wait for its
+  /// Passes the turns of a CTA whose keys are hidden from all queries: it has no steps, but later CTAs wait for its
   /// turns. Each lane passes every 32nd turn, each of another query tile or head, and waits for no other lane.
   __device__ __forceinline__ void skip_turns() const {
     const int heads = work_tile_.heads, tiles = work_tile_.order.first - work_tile_.order.past;

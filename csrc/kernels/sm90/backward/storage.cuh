@@ -1,4 +1,4 @@
-// What the warps of a CTA share, behind the tiles in shared memory: row terms, barriers, and the work tile. A barrier's
+// What the warps of a CTA share, after the tiles in shared memory: row terms, barriers, and the work tile. A barrier's
 // name says what the end of its phase means.
 #pragma once
 

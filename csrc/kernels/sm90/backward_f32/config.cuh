@@ -35,7 +35,7 @@ struct BackwardF32Config {
   static constexpr int kQueriesOffset = kValuesOffset + kKeyBytes;
   static constexpr int kGradsOffset = kQueriesOffset + kQuerySlots * kSubtileBytes;
   static constexpr int kDsOffset = kGradsOffset + kQuerySlots * kSubtileBytes;
-  // Behind dS: room for the rest of the other CTA's halves of S and dP, which the slot of dS does not hold.
+  // After dS: room for the rest of the other CTA's halves of S and dP, which the slot of dS does not hold.
   static constexpr int kHalvesBytes = kCluster > 1 ? kPartBytes : 0;
   static constexpr int kTilesBytes = kDsOffset + kDsSlots * kSubtileBytes + kHalvesBytes;
   static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
@@ -69,7 +69,7 @@ struct BackwardF32Workspace {
   }
 };
 
-/// Returns the schedule. Its memory lies behind the workspace.
+/// Returns the schedule. Its memory lies after the workspace.
 inline BackwardSchedule backward_f32_schedule(const BackwardParams& p, const BackwardF32Workspace& workspace,
                                               void* memory) {
   return BackwardSchedule(p, kBackwardF32BlockN, backward_f32_head_dim(p.head_dim, p.head_dim_v), false,

@@ -23,7 +23,7 @@ struct WeightLayout {
   }
 };
 
-/// Where the other CTA's halves arrive: of S where P will lie, of dP in the third part of dS and behind it. The halves
+/// Where the other CTA's halves arrive: of S where P will lie, of dP in the third part of dS and after it. The halves
 /// of a warp are contiguous, because stores to the other CTA travel by lines; so they lie in other warps' places of P
 /// and dS.
 struct HalfLayout {

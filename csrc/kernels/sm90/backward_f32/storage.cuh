@@ -1,4 +1,4 @@
-// The shared memory of a CTA of the float32 backward, behind the subtiles.
+// The shared memory of a CTA of the float32 backward, after the subtiles.
 #pragma once
 
 #include "config.cuh"
@@ -24,7 +24,7 @@ struct BackwardF32Exchange<2> {
   }
 };
 
-/// Behind the subtiles in shared memory. A barrier's name says what the end of its phase means.
+/// After the subtiles in shared memory. A barrier's name says what the end of its phase means.
 template <class Config>
 struct BackwardF32Storage : BackwardF32Exchange<Config::kCluster> {
   static constexpr int kQuerySlots = Config::kQuerySlots, kDsSlots = Config::kDsSlots;

@@ -49,7 +49,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
   using Base::at_, Base::lane_, Base::p_, Base::storage_, Base::warp_, Base::warpgroup_, Base::work_tile_;
 
   __device__ __forceinline__ const BackwardOptions& options() const { return storage_.options; }
-  __device__ __forceinline__ uint32_t behind_storage(int offset) const {
+  __device__ __forceinline__ uint32_t after_storage(int offset) const {
     return ptx::shared_address(&storage_) + offset;
   }
 
@@ -248,8 +248,8 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
   }
   /// The bias of this warpgroup's keys in shared memory.
   __device__ __forceinline__ uint32_t s_bias() const {
-    return behind_storage(layout_.bias + bias_slot() * layout_.bias_bytes +
-                          warpgroup_ * (layout_.bias_bytes / Config::kWarpgroups));
+    return after_storage(layout_.bias + bias_slot() * layout_.bias_bytes +
+                         warpgroup_ * (layout_.bias_bytes / Config::kWarpgroups));
   }
   /// Whether there is a bias of pairs in 16 bits. The kernels of certain options serve it in the inputs' dtype alone.
   __device__ __forceinline__ bool bias_by_pairs() const {
@@ -285,7 +285,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
 
   /// Zeroes weights that mask words hide.
   __device__ __forceinline__ void hide_by_words(Weights& p) const {
-    const uint32_t s_words = behind_storage(layout_.words + at_.stage() * layout_.words_bytes);
+    const uint32_t s_words = after_storage(layout_.words + at_.stage() * layout_.words_bytes);
     Tile::hide_by_words(p, s_words + 4 * (2 * warpgroup_ + warp_ / 2) * kBlockM, warp_, lane_);
   }
 
@@ -299,7 +299,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
   __device__ __forceinline__ void load_key_bias(int head) {
     Sequence sequence = work_tile_.sequence;
     sequence.head += head;
-    // Indices are clamped, as keys behind the last one have no weights. Branches of single lanes would take values that
+    // Indices are clamped, as keys past the last one have no weights. Branches of single lanes would take values that
     // are the same in all lanes out of uniform registers.
     const auto for_each_key = [&](auto f) {
 #pragma unroll
@@ -350,7 +350,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     ptx::barrier_sync<kWarpgroupThreads>(BackwardBarriers<Config>::kept_written(warpgroup_));
   }
   __device__ __forceinline__ uint32_t s_kept(At at) const {
-    return behind_storage(layout_.kept + at.stage() * layout_.kept_bytes);
+    return after_storage(layout_.kept + at.stage() * layout_.kept_bytes);
   }
   /// Reads words of two consecutive queries, of the k-th sixteen, as keep_pair() takes them.
   __device__ __forceinline__ uint2 load_kept(int k) const {

@@ -69,7 +69,7 @@ class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config
   __device__ __forceinline__ static BackwardStep step_of(const StepMetadata& metadata) {
     return {metadata.head, metadata.tile};
   }
-  __device__ __forceinline__ uint32_t behind_storage(int offset) const {
+  __device__ __forceinline__ uint32_t after_storage(int offset) const {
     return ptx::shared_address(&storage_) + offset;
   }
 
@@ -114,7 +114,7 @@ class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config
   template <bool kByThreads>
   __device__ __forceinline__ void copy_bias(const StepMetadata& metadata, int slot) const {
     if (!Config::may_have(kStepBiased) || layout_.bias_slots == 0 || is_past(metadata)) return;
-    const uint32_t s_slot = behind_storage(layout_.bias + slot * layout_.bias_bytes);
+    const uint32_t s_slot = after_storage(layout_.bias + slot * layout_.bias_bytes);
     const uint64_t& full = storage_.bias_full[slot];
     if (!kByThreads || layout_.bias_by_panels) return load_bias_panels(metadata, s_slot, address(full));
     const Sequence sequence = sequence_of(metadata);
@@ -145,7 +145,7 @@ class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config
   template <bool kByThreads>
   __device__ __forceinline__ void publish_metadata(const StepMetadata& metadata, int stage) const {
     const bool is_masked = Config::template has<kStepMasked>(metadata.flags);
-    const uint32_t s_words = behind_storage(layout_.words + stage * layout_.words_bytes);
+    const uint32_t s_words = after_storage(layout_.words + stage * layout_.words_bytes);
     const uint32_t s_full = address(storage_.metadata_full[stage]);
     if (kByThreads && layout_.makes_words && is_masked)
       load_words<kWarpgroupThreads, kBlockM, kBlockN>(s_words, p_, workspace_.visibility, sequence_of(metadata),

@@ -48,8 +48,8 @@ class BackwardOptionsSteps : BackwardStepWindow<Config> {
     return Config::template has<kStepAlibi>(layout_.flags) ? options_.slopes[window_.head] : 0.0f;
   }
 
-  /// Issues the loads of the states of a window's tiles. It does so while the window before is in use: behind the
-  /// additions to dQ an answer comes late.
+  /// Issues the loads of the states of a window's tiles. It does so while the window before is in use: after the
+  /// additions to dQ the states would arrive late.
   __device__ __forceinline__ void ask(const BackwardStep& window) {
     if (!this->begin_asking(window)) return;
     next_state_ = kTileVisible;

@@ -1,4 +1,4 @@
-// What the warps of a CTA share, behind the tiles in shared memory: row terms, barriers, and the work tile; and where a
+// What the warps of a CTA share, after the tiles in shared memory: row terms, barriers, and the work tile; and where a
 // call has options, metadata of the next steps and what is copied or drawn for them. A barrier's name says what the end
 // of its phase means.
 #pragma once
@@ -22,7 +22,7 @@ struct alignas(16) StepMetadata {
   float slope;  // ALiBi's, to base 2
 };
 
-/// What lies behind the storage in shared memory: offsets in bytes from the storage on. Words of dropout and of masks
+/// What lies after the storage in shared memory: offsets in bytes from the storage on. Words of dropout and of masks
 /// have kStages slots.
 struct BackwardOptionsLayout {
   int kept = 0, words = 0, bias = 0;

@@ -81,7 +81,7 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
   /// released dS of m - 2, for which consumers waited before they stored dS of m; consumers before dS of m - 2 was
   /// complete. Steps, stages and slots go on from one key tile to the next, so this also holds between tiles. After the
   /// last step of a tile consumers read flags of the next slot, which may be written meanwhile, and use them for
-  /// nothing. Rows behind the last query hide nothing: they are loaded as zeros, and their terms make weights of 0.
+  /// nothing. Rows past the last query hide nothing: they are loaded as zeros, and their terms make weights of 0.
   __device__ __forceinline__ void write_metadata() {
     const int head = entry_.x, tile = entry_.y, visible = entry_.z;
     int flags = flags_;

@@ -81,10 +81,10 @@ int64_t backward_persistent_bytes(const BackwardParams& p) {
 }
 
 /// Launches the kernels of a call. `all`: BackwardPersistentMemory, or a class with its members; `scale`: factor of
-/// products; behind_main() launches the kernels after the main one.
-template <class Config, class Dq, class Memory, class LaunchBehind>
+/// products; after_main() launches the kernels after the main one.
+template <class Config, class Dq, class Memory, class LaunchAfter>
 void launch_backward_persistent(const BackwardParams& p, const Memory& all, int query_rows, float scale,
-                                cudaStream_t stream, LaunchBehind behind_main) {
+                                cudaStream_t stream, LaunchAfter after_main) {
   using Element = typename Config::Element;
   constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kHeadDim;
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardPersistentStorageOf<Config>);
@@ -101,7 +101,7 @@ void launch_backward_persistent(const BackwardParams& p, const Memory& all, int 
     const LaunchShape shape{grid_of(ctas), dim3(Config::kThreads), kSharedBytes, true};
     launch(kBackwardPersistentNames.main, backward_persistent_kernel<Config, Dq>, shape, stream, p,
            storing_maps(p, backward_maps<Config>(p, query_rows)), all.workspace, all.table, scale);
-    behind_main();
+    after_main();
   };
   using Rows = BackwardRowKernels<Element, BackwardTransposedDqLayout<kBlockM, kHeadDim>, kBlockM, kHeadDim, true>;
   launch_backward_sequence<Rows>(p, all.workspace, kBackwardPersistentNames, true, stream, launch_row_terms,

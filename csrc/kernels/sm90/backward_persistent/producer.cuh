@@ -81,7 +81,7 @@ class BackwardPersistentDq {
     int head = 0;                    // counted from the first of the group
     int64_t term = 0;                // of the tile's first query, in the workspace
 
-    /// Moves on by a tile. Returns whether the next tile lies directly behind this one.
+    /// Moves on by a tile. Returns whether the next tile follows this one directly.
     __device__ __forceinline__ bool advance() {
       --left;
       term += kBlockM;
@@ -103,7 +103,7 @@ class BackwardPersistentDq {
     const bool tail = has_tail(work_tile);
     return {heads * of_head, tail ? max(of_head - 1, 1) : of_head, tail ? heads : 0, 0, first_term(work_tile)};
   }
-  /// Moves to the next tile where it does not lie behind the last one. Returns its number, counted from tiles.begin.
+  /// Moves to the next tile where it does not follow the last one. Returns its number, counted from tiles.begin.
   __device__ __forceinline__ int begin_head(Walk& walk, const WorkTile& work_tile) const {
     const int whole = tiles_of_head(work_tile) - (walk.tails > 0);
     const bool of_tails = Config::kHasTails && walk.left <= walk.tails;
@@ -298,7 +298,7 @@ class BackwardPersistentDq {
     if constexpr (Config::kZeroesDq) publish_zeroed();
     if (warp_ == kPreparing && steps == 0) look_ahead(0, 0);
   }
-  /// Adds `bytes` bytes of K^T dS^T to this warp's 16 columns of dQ^T, at g_target. Queries of a tile behind the
+  /// Adds `bytes` bytes of K^T dS^T to this warp's 16 columns of dQ^T, at g_target. Queries of a tile past the
   /// computed ones are multiplied too, but not added.
   __device__ __forceinline__ void add(uint32_t keys, float* g_target, int bytes) const {
     const uint32_t s_slice = DqSlice::slot(s_tiles_, warp_, 0);

@@ -110,7 +110,7 @@ struct BackwardTileTable : BackwardListedTable<Config::kListsBlocks> {
   DqShare* shares;  // (count): what is zeroed with each; null where the Config never zeroes
 };
 
-/// Places a table of `positions` entries behind `bytes` bytes of memory, and adds its size to `bytes`.
+/// Places a table of `positions` entries after `bytes` bytes of memory, and adds its size to `bytes`.
 template <class Config>
 BackwardTileTable<Config> take_table(void* memory, int64_t& bytes, int64_t positions) {
   constexpr int64_t kHeadBytes = 128;

@@ -1,4 +1,4 @@
-// What the warps of a CTA share, behind the tiles in shared memory: row terms, barriers, and work
+// What the warps of a CTA share, after the tiles in shared memory: row terms, barriers, and work
 // tiles. A barrier's name says what the end of its phase means.
 #pragma once
 
@@ -14,7 +14,7 @@ namespace flash_ext::sm90 {
 
 constexpr int kNoMoreTiles = -1;
 
-/// What zeroing dQ needs for the key tiles in shared memory. It stands behind the work tiles: among fields of
+/// What zeroing dQ needs for the key tiles in shared memory. It stands after the work tiles: among fields of
 /// BackwardWorkTile it made ptxas reorder the consumers' instructions, and long sequences 2 to 4 % slower.
 template <bool kZeroesDq, int kSlots>
 struct WorkTileShares {};

@@ -22,7 +22,7 @@ namespace flash_ext::sm90 {
 constexpr BackwardKernelNames kBackwardShortNames = {nullptr, "sm90/backward_short", nullptr,
                                                      "sm90/backward_short sink"};
 
-/// Whether some pair may be hidden, or rows lie behind the lengths in use.
+/// Whether some pair may be hidden, or rows lie past the lengths in use.
 __device__ __forceinline__ bool hides_rows(const BackwardParams& p) {
   return p.window.left >= 0 || p.window.right >= 0 || p.seq.seqused_q || p.seq.seqused_k || p.seq.leftpad_k;
 }

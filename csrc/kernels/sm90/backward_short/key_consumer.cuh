@@ -23,7 +23,7 @@ class BackwardShortKeys : BackwardShortBlock<Config> {
     const int first = this->group_ * kWarpgroupRows, end = min(first + kWarpgroupRows, this->sequence().seqlen_k);
     if (first >= end) return;
     TileSpan seen = this->sequence().template query_tiles<kBlockM>(first, end);
-    // Rows behind the last key must not reach dQ. Those of dK and dV are not stored.
+    // Rows past the last key must not reach dQ. Those of dK and dV are not stored.
     if (Config::kExchangesDs && end < first + kWarpgroupRows) seen.full_begin = seen.full_end = seen.end;
     zero_accumulators(dk_);
     zero_accumulators(dv_);

@@ -29,7 +29,7 @@ struct BackwardShortStorage {
     return *reinterpret_cast<const Sequence*>(sequence_memory);
   }
 
-  /// Loads all tiles. Called by one thread. Rows behind the tensors become 0.
+  /// Loads all tiles. Called by one thread. Rows past the tensors become 0.
   __device__ __forceinline__ void load(const BackwardShortMaps& maps, const Sequence& sequence, uint32_t s_tiles) {
     init_barrier(scores_full, 1);
     init_barrier(grads_full, 1);

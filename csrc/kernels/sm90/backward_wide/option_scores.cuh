@@ -101,7 +101,7 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
     if (Config::template has<kStepBiased>(flags)) load_bias(bias, step, 0);
   }
 
-  /// Reads the biases or the mask of the warp's keys when a head begins. A key behind the last one has weights of 0
+  /// Reads the biases or the mask of the warp's keys when a head begins. A key past the last one has weights of 0
   /// whatever its bias.
   __device__ __forceinline__ void begin_head(int head) {
     head_ = head;

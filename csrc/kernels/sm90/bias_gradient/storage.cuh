@@ -37,7 +37,7 @@ struct BiasWorkTiles {
   __device__ __forceinline__ int chunk(int work_tile) const { return work_tile / static_cast<int>(tiles.count()); }
 };
 
-/// The shared memory behind the slabs.
+/// The shared memory after the slabs.
 template <class Config>
 struct BiasStorage {
   static constexpr int kStages = Config::kStages, kSlots = Config::kSlots;

@@ -26,7 +26,7 @@ constexpr int kPartProducts = 6;
 FLASH_EXT_HOST_DEVICE constexpr int part_of_a(int product) { return product == 0 ? 2 : product == 2 || product == 3; }
 FLASH_EXT_HOST_DEVICE constexpr int part_of_b(int product) { return product == 1 ? 2 : product == 2 || product == 4; }
 
-/// A subtile: kSide rows of as many columns. Its parts lie one behind the other.
+/// A subtile: kSide rows of as many columns. Its parts lie one after the other.
 template <int kSide>
 struct FloatSubtile {
   static_assert(kSide == 64 || kSide == 32, "the rows that swizzles are made for");
@@ -49,7 +49,7 @@ struct SmallSubtileDescriptor {
   static constexpr uint32_t kEightRows = 8 * FloatSubtile<kSmallSubtileRows>::kRowBytes / 16;
 
   __device__ __forceinline__ static uint32_t lower_half(uint32_t s_subtile) { return s_subtile >> 4; }
-  /// The descriptor of the part that begins `offset` bytes behind the start of the subtile.
+  /// The descriptor of the part that begins `offset` bytes after the start of the subtile.
   __device__ __forceinline__ static uint64_t at(uint32_t lower_half, uint32_t offset) {
     return uint64_t{kSwizzle64 | kEightRows} << 32 | (lower_half + offset / 16);
   }

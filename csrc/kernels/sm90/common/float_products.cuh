@@ -69,7 +69,7 @@ struct FloatProductsOf {
   };
 
   /// Starts A B^T, where A is kSide columns of a subtile of 64 rows. Where possible, two parts of B, which lie one
-  /// behind the other, are multiplied at a time: six reads of the 64 rows of A would take longer than the products with
+  /// after the other, are multiplied at a time: six reads of the 64 rows of A would take longer than the products with
   /// 32 rows of B. The products are in flight when this returns.
   template <bool kFirst>
   __device__ __forceinline__ static void start(PairedSums& sums, uint32_t a_columns, uint32_t b_subtile) {

@@ -13,7 +13,7 @@ __device__ __forceinline__ Float8 bounded(Float8 x) {
   return x;
 }
 
-/// Loads 64 rows, from first_row on, into kPanels subtiles one behind the other, with zeros from end_row and `columns`
+/// Loads 64 rows, from first_row on, into kPanels subtiles one after the other, with zeros from end_row and `columns`
 /// on. A warpgroup calls it; the subtiles may be in memory of any kind. kBounded: replaces Inf and NaN by bounded().
 template <int kPanels, bool kBounded, class Element>
 __device__ __forceinline__ void load_subtiles(char* subtiles, const RowSource<Element, false>& rows, int first_row,

@@ -18,7 +18,7 @@ struct TileDescriptor {
   static constexpr uint32_t kNextPanel = panel_bytes(kRows) / 16;
 
   __device__ __forceinline__ static uint32_t lower_half(uint32_t s_tile) { return s_tile >> 4 | kNextPanel << 16; }
-  /// The descriptor of the part that begins `offset` bytes behind the start of the tile.
+  /// The descriptor of the part that begins `offset` bytes after the start of the tile.
   __device__ __forceinline__ static uint64_t at(uint32_t lower_half, uint32_t offset) {
     return uint64_t{kSwizzle128 | kEightRows} << 32 | (lower_half + offset / 16);
   }
@@ -40,7 +40,7 @@ struct HalfPanelDescriptor {
   __device__ __forceinline__ static uint32_t lower_half(uint32_t s_tile) {
     return s_tile >> 4 | kPanelBytes / 16 << 16;
   }
-  /// The descriptor of the part that begins `offset` bytes behind the start of the tile.
+  /// The descriptor of the part that begins `offset` bytes after the start of the tile.
   __device__ __forceinline__ static uint64_t at(uint32_t lower_half, uint32_t offset) {
     return uint64_t{kSwizzle64 | kEightRows} << 32 | (lower_half + offset / 16);
   }

@@ -175,7 +175,7 @@ __device__ __forceinline__ bool exponentiate_small_scores(float (&s)[1][kN][4], 
       signs &= __float_as_int(w[0]) & __float_as_int(w[1]);
     }
   }
-  // The test of the sums keeps the exponentials where products run: ptxas would move them behind the vote's wait.
+  // The test of the sums keeps the exponentials where products run: ptxas would move them after the vote's wait.
   return signs < 0 && sum[0] + sum[1] >= 0.0f;
 }
 

@@ -19,7 +19,7 @@ class BackwardKeysWarp {
   using Element = typename Config::Element;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM;
   static constexpr int kConsumerThreads = Config::kThreads - kWarpgroupThreads;
-  static constexpr uint32_t kValues = Config::kKeyBytes / 16;  // behind K, in a descriptor
+  static constexpr uint32_t kValues = Config::kKeyBytes / 16;  // after K, in a descriptor
   using Products = BackwardProducts<Element, kHeadDim, Config::kLoadedKeys, kBlockM>;
   using Sum = typename Products::Sum;
 

@@ -63,7 +63,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   __syncthreads();
   storage.look_at_masks(p, workspace);
-  // Written out, not as members of Roles: after one more inlined call ptxas schedules these instructions differently.
+  // Written out, not in functions of Roles: with one more level of inlined calls ptxas orders the instructions
+  // otherwise.
   if (warp < kWarpgroupWarps) {
     ptx::release_registers<Config::kShape.dq_registers>();
     ptx::wait_for_previous_grid();  // for row terms, and for sums and counters zeroed with them

@@ -8,7 +8,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Scratch memory of a call: the workspace, and behind it the schedule's.
+/// Scratch memory of a call: the workspace, and after it the schedule's.
 template <class Config>
 struct BackwardMemory {
   BackwardWorkspace workspace;

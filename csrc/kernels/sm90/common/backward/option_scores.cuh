@@ -58,7 +58,7 @@ class BackwardOptionScores {
       // of a persistent CTA as divergent.
       visible_keys_ = __reduce_or_sync(~0u, storage.visible_keys[slot][warp / 2] >> 16 * (warp % 2) & kAllKeys);
       const int head = work_tile.sequence.head, end = head + work_tile.heads;
-      next_head_ = ptx::uniform(p.mask.head_stride || p.bias.head_stride ? head_behind(head, end) : kNoHead);
+      next_head_ = ptx::uniform(p.mask.head_stride || p.bias.head_stride ? head_after(head, end) : kNoHead);
     }
   }
 
@@ -199,8 +199,8 @@ class BackwardOptionScores {
   }
 
   /// Reads the biases of the lane's two keys. It is called in each step unless kReadsOnce, because there are no
-  /// registers to keep them from step to step. Indices are clamped: a key behind the last one has weights of 0 whatever
-  /// its bias, and the step behind the last one has no head.
+  /// registers to keep them from step to step. Indices are clamped: a key past the last one has weights of 0 whatever
+  /// its bias, and the step after the last one has no head.
   __device__ __forceinline__ void read_key_bias(const Steps& step) {
     if (!p_.bias.data) return;
     if constexpr (kSharesKeyBias<Config>) {
@@ -233,19 +233,19 @@ class BackwardOptionScores {
       __syncwarp();
     }
     if constexpr (kReadsKeyBias && kReadsOnce) read_key_bias(step);
-    next_head_ = head_behind(step.head, step.end_head);
+    next_head_ = head_after(step.head, step.end_head);
     // The next tile begins with the first head of the group again.
     if (step.takes_turns() && next_head_ == kNoHead) next_head_ = step.first_head;
   }
-  __device__ __forceinline__ static int head_behind(int head, int end) { return head + 1 < end ? head + 1 : kNoHead; }
+  __device__ __forceinline__ static int head_after(int head, int end) { return head + 1 < end ? head + 1 : kNoHead; }
 
-  /// Reads the ALiBi slope of the step's head. The step behind the last one reads that of the last head.
+  /// Reads the ALiBi slope of the step's head. The step after the last one reads that of the last head.
   __device__ __forceinline__ void read_slope(const Steps& step) {
     const int head = min(step.head, step.end_head - 1);
     slope_ = __ldg(p_.alibi_slopes + work_tile_.sequence.batch * p_.alibi_batch_stride + head) * kLog2E;
     if constexpr (kReadsOnce) {
       lead_ = 2 * (ptx::reread(threadIdx.x) % 4) + work_tile_.sequence.offset - first_key();
-      next_head_ = head_behind(head, step.end_head);
+      next_head_ = head_after(head, step.end_head);
     }
   }
   /// Computes how many keys the lane's first key lies before the one that the lane's first query is aligned with.

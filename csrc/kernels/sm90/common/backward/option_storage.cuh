@@ -1,4 +1,4 @@
-// What the warps of a CTA share for options of the pipelined loop, behind the tiles: option_scores.cuh says when it is
+// What the warps of a CTA share for options of the pipelined loop, after the tiles: option_scores.cuh says when it is
 // written. Wide heads take key_bias_of(), too.
 #pragma once
 

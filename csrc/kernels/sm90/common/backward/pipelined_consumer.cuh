@@ -172,7 +172,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   struct NoBits {};
   using Bits = std::conditional_t<kListsPieces, BackwardPieceBits<Config>, NoBits>;
   static constexpr uint32_t kStage = Config::kQueryBytes / 16;  // in a descriptor
-  static constexpr uint32_t kGrads = Config::kStages * kStage;  // behind Q
+  static constexpr uint32_t kGrads = Config::kStages * kStage;  // after Q
 
   /// The query tiles of which nothing is hidden.
   struct FullTiles {
@@ -344,7 +344,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     ptx::fence_operand(dv_);
   }
   /// Starts S of a step, reads its lse and, with kListsPieces, issues the loads of the bits of its visible pairs.
-  /// Behind the last step it multiplies whatever the stage holds, and nobody uses the result.
+  /// After the last step it multiplies whatever the stage holds, and nobody uses the result.
   __device__ __forceinline__ void start_scores(Scores& s, Terms& lse, Bits& bits, const Steps& step,
                                                const FullTiles& full, bool has_queries) const {
     if (!has_queries) wait_for(storage_.q_full[step.stage], step.parity);

@@ -69,7 +69,7 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
   QueryTileOrder order;                 // of `tiles`
   TileSpan groups[kKeyGroups<Config>];  // query tiles that see each key group; full: no pair is hidden
   int64_t workspace_tile;               // number of the tile of query 0 of the first head
-  float* sums;                          // where a split stores dK, and dV behind it; null: no split
+  float* sums;                          // where a split stores dK, and dV after it; null: no split
   bool large = false;                   // some row has a LargeLse; then no tile of `groups` is full
 
   __device__ __forceinline__ BackwardWorkTile(const BackwardParams& p, const BackwardWorkspace& workspace,

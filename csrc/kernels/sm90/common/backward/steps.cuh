@@ -19,7 +19,7 @@ template <class Config>
 struct BackwardPipelinedSteps {
   static constexpr bool kAlways = Config::kTurns == TurnTaking::kAlways;
 
-  // past: the tile behind the last one of which all queries are computed; last: the last tile of a head, without turns
+  // past: the tile after the last one of which all queries are computed; last: the last tile of a head, without turns
   const int first, past, last, stride, first_head, end_head;
   int head, tile, left;
   uint32_t stage = 0, parity = 0;

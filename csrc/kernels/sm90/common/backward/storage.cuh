@@ -1,4 +1,4 @@
-// Parts of a CTA's storage, behind the tiles in shared memory, that several kernels of the backward have: row terms and
+// Parts of a CTA's storage, after the tiles in shared memory, that several kernels of the backward have: row terms and
 // named barriers.
 #pragma once
 
