@@ -10,7 +10,7 @@
 #include "config.cuh"
 #include "consumer.cuh"
 #include "kernels/sm90/common/backward/blocks.h"
-#include "kernels/sm90/common/backward/epilogue.cuh"
+#include "kernels/sm90/common/backward/dq_layout.cuh"
 #include "kernels/sm90/common/backward/kernel.cuh"
 #include "names.h"
 

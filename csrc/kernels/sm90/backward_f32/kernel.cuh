@@ -17,7 +17,7 @@
 #include "kernels/launch.h"
 #include "kernels/ptx/grid_dependency.h"
 #include "kernels/ptx/setmaxnreg.h"
-#include "kernels/sm90/common/backward/epilogue.cuh"
+#include "kernels/sm90/common/backward/dq_layout.cuh"
 #include "kernels/sm90/common/float_rows.cuh"
 #include "kernels/sm90/common/score_options.h"
 #include "producer.cuh"

@@ -2,7 +2,6 @@
 // stored through shared memory.
 #pragma once
 
-#include "epilogue.cuh"
 #include "kernels/ptx/reread.h"
 #include "kernels/ptx/tma.h"
 #include "kernels/sm90/common/backward/option_scores.cuh"

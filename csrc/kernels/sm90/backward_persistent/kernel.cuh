@@ -15,10 +15,10 @@
 
 #include "config.cuh"
 #include "consumer.cuh"
-#include "epilogue.cuh"
 #include "kernels/common/backward/split_sums.cuh"
 #include "kernels/ptx/setmaxnreg.h"
 #include "kernels/sm90/common/backward/arguments.cuh"
+#include "transposed_dq_layout.cuh"
 #include "turns_producer.cuh"
 
 namespace flash_ext::sm90 {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "arguments.cuh"
-#include "epilogue.cuh"
+#include "dq_layout.cuh"
 #include "kernels/common/backward/launch_sequence.cuh"
 #include "kernels/common/backward/split_sums.cuh"
 

@@ -1,4 +1,4 @@
-// What leaves a persistent CTA: sums of dQ^T in the order of accumulators.
+// The order of sums of dQ^T in memory: that of accumulators.
 #pragma once
 
 #include "kernels/common/backward/workspace.h"

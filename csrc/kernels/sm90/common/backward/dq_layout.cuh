@@ -1,4 +1,4 @@
-// What leaves a CTA of the backward: sums of dQ in the order of accumulators.
+// The order of sums of dQ in memory: that of accumulators.
 #pragma once
 
 #include "kernels/common/backward/workspace.h"
