@@ -4,7 +4,7 @@
 
 #include "kernels/common/backward/non_finite_rows.cuh"
 #include "kernels/common/backward/visibility.cuh"
-#include "kernels/sm90/common/backward/option_storage.cuh"
+#include "kernels/sm90/common/backward/option_parts.cuh"
 #include "kernels/sm90/common/backward/options.cuh"
 #include "kernels/sm90/common/backward/steps.cuh"
 #include "storage.cuh"

@@ -1,36 +1,36 @@
 // The steps of a CTA that a mask of pairs leaves, found 32 query tiles at a time, one per lane.
 #pragma once
 
-#include "kernels/sm90/common/backward/step_window.cuh"
+#include "kernels/sm90/common/backward/step_chunk.cuh"
 #include "options_storage.cuh"
 
 namespace flash_ext::sm90 {
 
 /// Finds the steps in their order, for one warp.
 template <class Config>
-class BackwardStepFinder : BackwardStepWindow<Config> {
+class BackwardStepFinder : BackwardStepChunk<Config> {
  public:
   __device__ __forceinline__ BackwardStepFinder(const BackwardWorkspace& workspace,
                                                 const BackwardWorkTile<Config>& work_tile, int lane)
       : Base(workspace, work_tile, lane) {
-    ask(window_);
+    ask(chunk_);
     take();
   }
 
   /// Returns the next step, as BackwardFoundStepsOfCta has it. There must be one.
   __device__ __forceinline__ ListedQueries next() {
     while (left_ == 0) {
-      window_ = this->after(window_);
+      chunk_ = this->after(chunk_);
       take();
     }
     const uint32_t bit = this->take_bit();
-    const int tile = this->tile_of(bit), head = work_tile_.sequence.head + window_.head;
+    const int tile = this->tile_of(bit), head = work_tile_.sequence.head + chunk_.head;
     return {head, tile, masked_ & bit ? words_of(head, tile) : -1, (has_non_finite_ & bit) != 0};
   }
 
  private:
-  using Base = BackwardStepWindow<Config>;
-  using Base::has_non_finite_, Base::lane_, Base::left_, Base::masked_, Base::next_state_, Base::window_,
+  using Base = BackwardStepChunk<Config>;
+  using Base::has_non_finite_, Base::lane_, Base::left_, Base::masked_, Base::next_state_, Base::chunk_,
       Base::work_tile_, Base::workspace_;
 
   __device__ __forceinline__ int words_of(int head, int tile) const {
@@ -40,15 +40,15 @@ class BackwardStepFinder : BackwardStepWindow<Config> {
     return (row * tiles.word_query_tiles + (tiles.word_query_tiles > 1 ? tile : 0)) * tiles.key_tiles +
            work_tile_.first_key / Config::kBlockN;
   }
-  /// Reads the states of a window's tiles, while those of the window before are in use.
-  __device__ __forceinline__ void ask(const BackwardStep& window) {
-    if (!this->begin_asking(window)) return;
-    next_state_ = state_of(workspace_.visibility, work_tile_, window.head, window.tile + lane_);
-    this->ask_for_non_finite(window);
+  /// Reads the states of a chunk's tiles, while those of the chunk before are in use.
+  __device__ __forceinline__ void ask(const BackwardStep& chunk) {
+    if (!this->begin_asking(chunk)) return;
+    next_state_ = state_of(workspace_.visibility, work_tile_, chunk.head, chunk.tile + lane_);
+    this->ask_for_non_finite(chunk);
   }
   __device__ __forceinline__ void take() {
     this->take_answers();
-    ask(this->after(window_));
+    ask(this->after(chunk_));
   }
 };
 

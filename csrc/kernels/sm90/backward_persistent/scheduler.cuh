@@ -5,7 +5,7 @@
 #include "kernels/common/backward/dq_zeroing.cuh"
 #include "kernels/common/backward/launch_sequence.cuh"
 #include "kernels/common/backward/non_finite_rows.cuh"
-#include "kernels/sm90/common/backward/option_storage.cuh"
+#include "kernels/sm90/common/backward/option_parts.cuh"
 #include "kernels/sm90/common/backward/scheduler.cuh"
 
 namespace flash_ext::sm90 {

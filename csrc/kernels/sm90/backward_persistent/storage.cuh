@@ -7,7 +7,7 @@
 
 #include "config.cuh"
 #include "kernels/common/backward/dq_zeroing.cuh"
-#include "kernels/sm90/common/backward/option_storage.cuh"
+#include "kernels/sm90/common/backward/option_parts.cuh"
 #include "kernels/sm90/common/backward/storage.cuh"
 
 namespace flash_ext::sm90 {

@@ -11,7 +11,7 @@
 #include "kernels/common/score/bias_rows.cuh"
 #include "kernels/ptx/load_pair.h"
 #include "kernels/ptx/movmatrix.h"
-#include "kernels/sm90/common/backward/option_storage.cuh"
+#include "kernels/sm90/common/backward/option_parts.cuh"
 #include "kernels/sm90/common/backward/options.cuh"
 #include "keys_consumer.cuh"
 

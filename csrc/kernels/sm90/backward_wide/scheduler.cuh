@@ -8,7 +8,7 @@
 namespace flash_ext::sm90 {
 
 /// Finds the steps in their order, for one warp: 32 query tiles of a head at a time, one per lane. It is no
-/// BackwardStepWindow: that asks for the next tiles' states early, and here no registers are left to keep them.
+/// BackwardStepChunk: that loads the next tiles' states early, and here no registers are left to keep them.
 template <class Config>
 class BackwardWideSteps {
  public:

@@ -19,7 +19,7 @@
 //   metadata        of the steps that a mask leaves, in kMetadataSlots slots.
 #pragma once
 
-#include "option_storage.cuh"
+#include "option_parts.cuh"
 #include "pipelined_consumer.cuh"
 
 namespace flash_ext::sm90 {
