@@ -166,8 +166,8 @@ struct RowLanes {
 
 /// Looks for Inf and NaN of q in the columns and rows of a tile that a lane has. `first`: the tile's first query.
 template <class Element, int kHeadDim, int kBlockM>
-__device__ __forceinline__ void look_at_queries(const BackwardParams& p, const Sequence& sequence, int first,
-                                                bool& finite) {
+__device__ __forceinline__ void check_queries(const BackwardParams& p, const Sequence& sequence, int first,
+                                              bool& finite) {
   using Lanes = RowLanes<Element, kHeadDim>;
   const int lane = threadIdx.x % Lanes::kLanes;
   const auto queries = query_rows<const Element>(p.q, sequence);
@@ -255,7 +255,7 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
     if (threadIdx.x % 32 == 0) workspace.large[tile * kLargeParts + threadIdx.x / 32] = large;
   }
   if (!workspace.has_non_finite) return;
-  look_at_queries<Element, kHeadDim, kBlockM>(p, sequence, first, all_finite);
+  check_queries<Element, kHeadDim, kBlockM>(p, sequence, first, all_finite);
   const bool some_non_finite = __syncthreads_or(!all_finite);
   if (threadIdx.x == 0) workspace.has_non_finite[tile] = some_non_finite;
 }

@@ -43,7 +43,7 @@ struct ForwardConfig {
       (kHeadDim == 128 && kVariant != ForwardVariant::kPlain && !kReads && !kOneBias) || (kWide && kFullPrecision);
   static constexpr bool kRematerialisesLane =
       (kWide && kFullPrecision && kVariant == ForwardVariant::kPlain) || (kHeadDim == 128 && (kOneMask || kOneDropout));
-  static constexpr bool kLooksEarly = kHeadDim == 64;  // at the mask: its bits stay in registers while a step begins
+  static constexpr bool kLoadsMaskEarly = kHeadDim == 64;  // the bits then stay in registers while a step begins
   // With three TF32 products for one, the unrolled code of a tile is longer than the instruction cache.
   static constexpr int kUnroll = std::is_same_v<Element, float> ? 1 : 16;
   static constexpr bool kFenced = (kUnroll == 1 && kWide) || (kHeadDim == 128 && kComputes);

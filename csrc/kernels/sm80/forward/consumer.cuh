@@ -94,9 +94,9 @@ struct ForwardConsumer : ForwardOut<Config> {
       const bool full = !Config::kRunningMaximum && !exact && at.tile >= tiles.full_begin && at.tile < tiles.full_end;
       forget_lane();
       Visibility visible;
-      if constexpr (Config::kLooksEarly) options().look_at_mask(visible, at);
+      if constexpr (Config::kLoadsMaskEarly) options().load_mask_bits(visible, at);
       const MaskedTile next = begin_step(at.tile, first, tiles.begin);
-      if constexpr (!Config::kLooksEarly) options().look_at_mask(visible, at);
+      if constexpr (!Config::kLoadsMaskEarly) options().load_mask_bits(visible, at);
       if (full) {
         full_step(at, next, visible);
       } else {

@@ -47,7 +47,7 @@ struct OptionTiles {
   }
 
   /// Loads the bits of what the mask leaves of a tile. The code between this call and the scores hides the latency.
-  __device__ __forceinline__ void look_at_mask(Visibility& visible, MaskedTile at) const {
+  __device__ __forceinline__ void load_mask_bits(Visibility& visible, MaskedTile at) const {
     if constexpr (Config::kMasks) {
       if (Config::kOneMask || ((Config::kFloat || at.partly) && constants.mask.words))
         visible.load(constants.mask, work_tile.mask.words, warp_row, at.tile * kBlockN, lane);

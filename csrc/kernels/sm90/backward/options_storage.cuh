@@ -77,10 +77,10 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
   }
   /// Reads masks, called by all threads of the CTA. If no head sees a key, the CTA then has no steps, but it may have
   /// turns.
-  __device__ __forceinline__ void look_at_masks(const BackwardParams& p, const BackwardWorkspace& workspace) {
+  __device__ __forceinline__ void read_masks(const BackwardParams& p, const BackwardWorkspace& workspace) {
     if constexpr (Config::kFindsSteps) count_steps(workspace);
     bool hides = Config::kBiased;  // it may hide any pair
-    if constexpr (Config::may_have(kStepKeyBiased)) hides |= look_at_keys(p);
+    if constexpr (Config::may_have(kStepKeyBiased)) hides |= find_hidden_keys(p);
     if (hides) find_non_finite(workspace);
   }
 
@@ -122,9 +122,9 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
   }
 
   /// Whether some key is hidden from all queries of some head.
-  __device__ __forceinline__ bool look_at_keys(const BackwardParams& p) {
+  __device__ __forceinline__ bool find_hidden_keys(const BackwardParams& p) {
     bool sees = false, hides = false;
-    if (threadIdx.x < Config::kBlockN) look_at_key(p, this->work_tile.first_key + threadIdx.x, sees, hides);
+    if (threadIdx.x < Config::kBlockN) find_if_hidden(p, this->work_tile.first_key + threadIdx.x, sees, hides);
     sees = __syncthreads_or(sees);
     hides = __syncthreads_or(hides);
     if constexpr (Config::kSkipsTurns) {
@@ -152,7 +152,7 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
     return __syncthreads_or(sees);
   }
   /// Reads the bias of a key in all heads, and keeps that of the first head. Called by whole warps, one thread per key.
-  __device__ __forceinline__ void look_at_key(const BackwardParams& p, int key, bool& sees, bool& hides) {
+  __device__ __forceinline__ void find_if_hidden(const BackwardParams& p, int key, bool& sees, bool& hides) {
     Sequence sequence = this->work_tile.sequence;
     const bool exists = key < sequence.seqlen_k;
     const int heads = p.mask.head_stride || p.bias.head_stride ? this->work_tile.heads : 1;

@@ -13,7 +13,7 @@ class BackwardStepFinder : BackwardStepChunk<Config> {
   __device__ __forceinline__ BackwardStepFinder(const BackwardWorkspace& workspace,
                                                 const BackwardWorkTile<Config>& work_tile, int lane)
       : Base(workspace, work_tile, lane) {
-    ask(chunk_);
+    load(chunk_);
     take();
   }
 
@@ -40,15 +40,15 @@ class BackwardStepFinder : BackwardStepChunk<Config> {
     return (row * tiles.word_query_tiles + (tiles.word_query_tiles > 1 ? tile : 0)) * tiles.key_tiles +
            work_tile_.first_key / Config::kBlockN;
   }
-  /// Reads the states of a chunk's tiles, while those of the chunk before are in use.
-  __device__ __forceinline__ void ask(const BackwardStep& chunk) {
-    if (!this->begin_asking(chunk)) return;
+  /// Issues the loads of the states of a chunk's tiles, while those of the chunk before are in use.
+  __device__ __forceinline__ void load(const BackwardStep& chunk) {
+    if (!this->begin_load(chunk)) return;
     next_state_ = state_of(workspace_.visibility, work_tile_, chunk.head, chunk.tile + lane_);
-    this->ask_for_non_finite(chunk);
+    this->load_non_finite(chunk);
   }
   __device__ __forceinline__ void take() {
-    this->take_answers();
-    ask(this->after(chunk_));
+    this->take_loaded();
+    load(this->after(chunk_));
   }
 };
 

@@ -20,9 +20,9 @@ struct BackwardPipelinedStorage : BackwardStagedTerms<Config> {
   BackwardWorkTile<Config> work_tile;
 
   /// For options, which need more than the work tile: the thread that has set it calls prepare(), then all call
-  /// look_at_masks().
+  /// read_masks().
   __device__ __forceinline__ void prepare(const BackwardParams&) {}
-  __device__ __forceinline__ void look_at_masks(const BackwardParams&, const BackwardWorkspace&) {}
+  __device__ __forceinline__ void read_masks(const BackwardParams&, const BackwardWorkspace&) {}
   /// Called by one thread.
   __device__ __forceinline__ void init() {
     init_barrier(k_full, 1);

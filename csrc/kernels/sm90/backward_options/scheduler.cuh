@@ -14,7 +14,7 @@ class BackwardOptionsSteps : BackwardStepChunk<Config> {
                                                   const BackwardOptionsLayout& layout,
                                                   const BackwardOptionsStorage<Config>& storage, int lane)
       : Base(workspace, storage.work_tile, lane), layout_(layout), options_(storage.options) {
-    ask(chunk_);
+    load(chunk_);
     take();
   }
 
@@ -50,20 +50,20 @@ class BackwardOptionsSteps : BackwardStepChunk<Config> {
 
   /// Issues the loads of the states of a chunk's tiles. It does so while the chunk before is in use: after the
   /// additions to dQ the states would arrive late.
-  __device__ __forceinline__ void ask(const BackwardStep& chunk) {
-    if (!this->begin_asking(chunk)) return;
+  __device__ __forceinline__ void load(const BackwardStep& chunk) {
+    if (!this->begin_load(chunk)) return;
     next_state_ = kTileVisible;
     if (Config::may_have(kStepMasked | kStepKeyBiased) && options_.masks)
       next_state_ = workspace_.visibility.state_of(work_tile_.sequence.batch, work_tile_.sequence.head + chunk.head,
                                                    work_tile_.first_key / Config::kBlockN, chunk.tile + lane_);
-    if (Config::may_have(kStepMasked | kStepBiased | kStepKeyBiased) && options_.hides) this->ask_for_non_finite(chunk);
+    if (Config::may_have(kStepMasked | kStepBiased | kStepKeyBiased) && options_.hides) this->load_non_finite(chunk);
   }
-  /// Takes the answers for the current chunk, and asks for the chunk after it.
+  /// Takes the states of the current chunk, and loads those of the chunk after it.
   __device__ __forceinline__ void take() {
-    this->take_answers();
+    this->take_loaded();
     if (this->is_past(chunk_)) return;
     if (!Config::kAny) slope_ = slope_of_head();
-    ask(this->after(chunk_));
+    load(this->after(chunk_));
   }
 
   const BackwardOptionsLayout& layout_;

@@ -88,7 +88,7 @@ struct BackwardOptionsStorage : BackwardStagedTerms<Config> {
   BackwardOptions options;
 
   /// The same as in BackwardPipelinedStorage.
-  __device__ __forceinline__ void look_at_masks(const BackwardParams&, const BackwardWorkspace&) {}
+  __device__ __forceinline__ void read_masks(const BackwardParams&, const BackwardWorkspace&) {}
   /// Called by one thread.
   __device__ __forceinline__ void init(const BackwardOptionsLayout& layout) {
     constexpr int kConsumers = Config::kWarpgroups * kWarpgroupWarps;

@@ -157,7 +157,7 @@ class BackwardPersistentDq {
         storage_.zeroing.dq_is_zeroed[slot] =
             BackwardPersistentDqZeroing<Config>::is_zeroed(workspace_, work_tile.sequence);
       if constexpr (Config::may_have(kStepKeyBiased))
-        look_at_keys(p_, workspace_, work_tile, storage_.visible_keys[slot], lane_);
+        find_visible_keys(p_, workspace_, work_tile, storage_.visible_keys[slot], lane_);
     } else {
       work_tile.heads = kNoMoreTiles;
     }

@@ -47,9 +47,9 @@ __device__ __forceinline__ void find_large_lse_of_all(const BackwardWorkspace& w
 /// head sees a key, the tile has no steps; if some key is hidden, and Q or dO may hold Inf or NaN, no step is full. One
 /// warp calls it, as above.
 template <class Config>
-__device__ __forceinline__ void look_at_keys(const BackwardParams& p, const BackwardWorkspace& workspace,
-                                             BackwardWorkTile<Config>& work_tile,
-                                             uint32_t (&visible)[Config::kBlockN / 32], int lane) {
+__device__ __forceinline__ void find_visible_keys(const BackwardParams& p, const BackwardWorkspace& workspace,
+                                                  BackwardWorkTile<Config>& work_tile,
+                                                  uint32_t (&visible)[Config::kBlockN / 32], int lane) {
   Sequence sequence = work_tile.sequence;
   const int first_key = work_tile.first_key + lane;
   const int heads = p.mask.head_stride || p.bias.head_stride ? work_tile.heads : min(work_tile.heads, 1);

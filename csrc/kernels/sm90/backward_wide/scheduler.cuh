@@ -15,7 +15,7 @@ class BackwardWideSteps {
   __device__ __forceinline__ BackwardWideSteps(const BackwardParams& p, const BackwardWorkspace& workspace,
                                                const BackwardWorkTile<Config>& work_tile, int lane)
       : p_(p), workspace_(workspace), work_tile_(work_tile), lane_(lane), first_(work_tile.first_step()) {
-    look();
+    find_left();
   }
 
   /// Returns the next step, at first the first one. Past the last one, its head is past the group.
@@ -24,7 +24,7 @@ class BackwardWideSteps {
       if (is_past(first_)) return first_;
       first_.tile += 32;
       if (first_.tile >= work_tile_.tiles.end) first_ = {first_.head + 1, work_tile_.tiles.begin};
-      look();
+      find_left();
     }
     const uint32_t bit = left_ & -left_;
     left_ ^= bit;
@@ -48,7 +48,7 @@ class BackwardWideSteps {
                                           work_tile_.first_key / Config::kBlockN, step.tile);
   }
   /// Finds which of the tiles from first_ on have steps.
-  __device__ __forceinline__ void look() {
+  __device__ __forceinline__ void find_left() {
     const BackwardStep step = {first_.head, first_.tile + lane_};
     bool is_left = !is_past(step) && step.tile < work_tile_.tiles.end;
     if (is_left && has_masks()) is_left = state_of(step) != kTileHidden;

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
   }
   __syncthreads();
-  storage.look_at_masks(p, workspace);
+  storage.read_masks(p, workspace);
   // Written out, not in functions of Roles: with one more level of inlined calls ptxas orders the instructions
   // otherwise.
   if (warp < kWarpgroupWarps) {

@@ -86,7 +86,7 @@ class BackwardOptionScores {
 
   __device__ __forceinline__ void prepare(const Steps& step) {
     if constexpr (kHidesKeys) {
-      if (step.head == next_head_) look_at_keys(step);
+      if (step.head == next_head_) find_visible_keys(step);
       if constexpr (kReadsKeyBias && !kReadsOnce) read_key_bias(step);
     }
     if constexpr (kSlopes) {
@@ -218,7 +218,7 @@ class BackwardOptionScores {
   }
   /// Reads the biases of the warp's keys, and which of them are visible. It is called where a head begins whose bias or
   /// mask differs from that of the head before.
-  __device__ __forceinline__ void look_at_keys(const Steps& step) {
+  __device__ __forceinline__ void find_visible_keys(const Steps& step) {
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads, key = thread / 32 * 16 + thread % 16;
     Sequence sequence = work_tile_.sequence;
     sequence.head = step.head;

@@ -51,8 +51,8 @@ struct BackwardPieces {
 
   /// Issues the loads of the bits of this step's bitmaps. `g_warp`: where those of the warp's 16 keys begin
   /// (WorkTileSteps::visible).
-  __device__ __forceinline__ void ask(BackwardPieceBits<Config>& bits, const uint2* g_warp, int stride,
-                                      int lane) const {
+  __device__ __forceinline__ void load_bits(BackwardPieceBits<Config>& bits, const uint2* g_warp, int stride,
+                                            int lane) const {
 #pragma unroll
     for (int k = 0; k < Config::kPieces; ++k) {
       const int visible = ptx::uniform(pieces[k].visible);

@@ -362,7 +362,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     if (may_hide(step, full, bits) && !step.is_past_end()) {
       if (Rules::kLateLse) TermsTile::load(lse, storage_.lse[step.stage], lane_);
       if constexpr (kListsPieces)
-        storage_.step_metadata[step.slot].ask(bits, bits_of_warp(), work_tile_.visible_stride, lane_);
+        storage_.step_metadata[step.slot].load_bits(bits, bits_of_warp(), work_tile_.visible_stride, lane_);
       if (Rules::kBoundsScores || p_.sink || may_run_past_queries(step) || may_be_non_finite(step) ||
           TermsTile::has_non_finite(lse))
         sanitise_rows(step);
@@ -447,7 +447,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     return true;
   }
 
-  /// find_visible() for a step of pieces, whose bits have been asked for.
+  /// find_visible() for a step of pieces, whose bits have been loaded.
   __device__ __forceinline__ bool find_listed_pieces(Visible& visible, const Bits& bits, const Steps& step) const {
     if (step.is_past_end() || (bits.flags & BackwardPiece::kHides) == 0) return false;
     const Sequence& sequence = work_tile_.sequence;

@@ -28,19 +28,19 @@ class BackwardStepChunk {
     if (chunk.tile < work_tile_.tiles.end) return chunk;
     return {chunk.head + 1, work_tile_.tiles.begin};
   }
-  /// Whether the lane has a tile of the chunk to ask for. Until its state is asked for, the tile counts as hidden.
-  __device__ __forceinline__ bool begin_asking(const BackwardStep& chunk) {
+  /// Whether the lane has a tile of the chunk to load. Until its state is loaded, the tile counts as hidden.
+  __device__ __forceinline__ bool begin_load(const BackwardStep& chunk) {
     next_state_ = kTileHidden;
     return !is_past(chunk) && chunk.tile + lane_ < work_tile_.tiles.end;
   }
-  /// Asks whether Q or dO of the lane's tile may hold Inf or NaN.
-  __device__ __forceinline__ void ask_for_non_finite(const BackwardStep& chunk) {
+  /// Issues the load of whether Q or dO of the lane's tile may hold Inf or NaN.
+  __device__ __forceinline__ void load_non_finite(const BackwardStep& chunk) {
     next_has_non_finite_ =
         workspace_
             .has_non_finite[work_tile_.workspace_tile + chunk.head * workspace_.tiles_per_head + chunk.tile + lane_];
   }
-  /// Sets the chunk's bits by the answers.
-  __device__ __forceinline__ void take_answers() {
+  /// Sets the chunk's bits by what was loaded.
+  __device__ __forceinline__ void take_loaded() {
     left_ = __ballot_sync(~0u, next_state_ != kTileHidden);
     masked_ = __ballot_sync(~0u, next_state_ == kTileMasked);
     has_non_finite_ = __ballot_sync(~0u, next_has_non_finite_ != 0);
