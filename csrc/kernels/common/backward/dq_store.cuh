@@ -54,7 +54,7 @@ struct DqLayout {
   }
 
   /// Loads to x[t] the elements of lane 4 g + t, t = 0..3: element e is of row g (e < 2) or g + 8, column 2 t + e % 2.
-  __device__ __forceinline__ static void load_quad(const float* g_fragment, int g, float (&x)[4][4]) {
+  __device__ __forceinline__ static void load_four_lanes(const float* g_fragment, int g, float (&x)[4][4]) {
     const float4* const float4s = reinterpret_cast<const float4*>(g_fragment);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ void store_dq(const BackwardParams& p, const Backward
       const int column = Layout::first_column(warp) + 8 * n;
       if (column >= p.head_dim || i >= sequence.seqlen_q) continue;
       float x[4][4];
-      Layout::load_quad(g_tile + Layout::fragment(warp, m, n), g, x);
+      Layout::load_four_lanes(g_tile + Layout::fragment(warp, m, n), g, x);
       store_eight_of_row(rows.row(i) + column, x, 0, scale);
       if (i + 8 < sequence.seqlen_q) store_eight_of_row(rows.row(i + 8) + column, x, 2, scale);
     }

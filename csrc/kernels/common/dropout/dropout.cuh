@@ -56,7 +56,7 @@ struct Dropout {
       for (int first = 0; first < kN; first += kTogether) {
         // reread() keeps the compiler from computing addresses ahead of the loop, for which there are no registers.
         const int i = ptx::reread(at.row(m, 0)), j = ptx::reread(at.column(first, 0));
-        const uint32_t kept = draw(rule, i, j) << (j / 16 % 4);
+        const uint32_t kept = compute_kept(rule, i, j) << (j / 16 % 4);
 #pragma unroll
         for (int n = 0; n < kTogether; ++n)
 #pragma unroll
@@ -68,7 +68,7 @@ struct Dropout {
  private:
   /// Does what draw_kept_weights() does, with one call of Philox after the other: many kernels have no registers for
   /// both at once.
-  __device__ __forceinline__ uint32_t draw(const DropoutRule& rule, int i, int j) const {
+  __device__ __forceinline__ uint32_t compute_kept(const DropoutRule& rule, int i, int j) const {
     uint32_t kept = rule.start;
 #pragma unroll
     for (int call = 0; call < 2; ++call) {

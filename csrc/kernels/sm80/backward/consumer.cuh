@@ -9,7 +9,7 @@ namespace flash_ext::sm80 {
 template <class Config>
 struct BackwardConsumer : BackwardSums<Config> {
   using Base = BackwardSums<Config>;
-  using Base::accumulate, Base::add_dq, Base::compute_ds, Base::draw_kept, Base::exponentiate,
+  using Base::accumulate, Base::add_dq, Base::compute_ds, Base::compute_kept, Base::exponentiate,
       Base::exponentiate_with_options, Base::for_each_with_term, Base::gradient_tile, Base::has, Base::kBlockM,
       Base::kBlockN, Base::kHeadDim, Base::kM, Base::kN, Base::kRematerialisesKeys, Base::kRematerialisesValue,
       Base::kRoleThreads, Base::load_for_weights, Base::load_grad_out, Base::makes_p, Base::multiply_rows, Base::next,
@@ -59,7 +59,7 @@ struct BackwardConsumer : BackwardSums<Config> {
         put_step(next(work_tile.ring[0].step), 1);
       }
       __syncthreads();
-      if (!makes_p) draw_kept(work_tile.ring[0], 0);
+      if (!makes_p) compute_kept(work_tile.ring[0], 0);
       if (makes_p && !has(work_tile.ring[0], kStepPast)) load_for_weights(work_tile.ring[0], 0);
     }
     ptx::cp_async_commit();
@@ -95,7 +95,7 @@ struct BackwardConsumer : BackwardSums<Config> {
         ptx::cp_async_commit();
         if (Config::kHasOptions && !makes_p && !past) {
           if (prepares()) put_step(next(work_tile.ring[(n + 1) % 8].step), n + 2);
-          draw_kept(work_tile.ring[(n + 1) % 8], n + 1);
+          compute_kept(work_tile.ring[(n + 1) % 8], n + 1);
         }
         consume_p(now, Config::kHasOptions ? work_tile.ring[(n + 7) % 8].step : previous(now.step), n);
       }

@@ -58,7 +58,7 @@ struct BackwardLoads : BackwardWalk<Config> {
     }
   }
   /// Computes the words of kept weights, in the dS warps for all warps, while the P warps compute P of the step before.
-  __device__ __forceinline__ void draw_kept(const PreparedStep& prepared, int n) const {
+  __device__ __forceinline__ void compute_kept(const PreparedStep& prepared, int n) const {
     if constexpr (Config::kHasOptions) {
       const BackwardOptions& options = work_tile.options;
       if (!options.drops || prepared.flags & kStepPast) return;

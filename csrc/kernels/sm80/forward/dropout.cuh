@@ -43,7 +43,7 @@ struct WarpRandomBits {
 
   /// Makes one of kCalls calls of Philox, in order. ptx::reread() keeps the computation here: ptxas would move it to
   /// where the word is needed.
-  __device__ __forceinline__ void draw(Kept& kept, const DropoutRule& rule, int call) const {
+  __device__ __forceinline__ void compute_kept(Kept& kept, const DropoutRule& rule, int call) const {
     uint32_t& word = kept.words[call / 2];
     const auto keys = load_shared<KeyRandomBits>(s_keys);
     const PhiloxProduct query = QueryRandomBits::of(key, query_group + 8 * (call / 2)).product[call % 2];

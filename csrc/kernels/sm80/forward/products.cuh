@@ -22,7 +22,7 @@ struct ForwardProducts : ForwardLoads<Config> {
     for (int step = 0; step < kSteps; ++step) {
       if constexpr (Config::kOneDropout) {
         constexpr int kEvery = kSteps / RandomBits::kCalls;
-        if (step % kEvery == 0) options().random_bits(seeds, tile).draw(kept, p.dropout.rule, step / kEvery);
+        if (step % kEvery == 0) options().random_bits(seeds, tile).compute_kept(kept, p.dropout.rule, step / kEvery);
       }
       typename Products::A loaded[kM];
       if constexpr (!Config::kQueryInRegisters) query_fragments(step, loaded);

@@ -35,7 +35,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     if (!(metadata.flags & kStepPast)) {
       this->sanitise_keys();
       if (Config::template has<kStepKeyBiased>(metadata.flags)) load_key_bias(metadata.head);
-      if (Config::template has<kStepDrops>(metadata.flags)) draw(metadata, at_);
+      if (Config::template has<kStepDrops>(metadata.flags)) compute_kept(metadata, at_);
 #pragma unroll 1
       do {
         metadata = visit(metadata);
@@ -60,7 +60,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     return storage_.step_metadata[at.stage()];
   }
 
-  /// Computes a step and returns the metadata of the next one. These are read, and kept weights are drawn, while the
+  /// Computes a step and returns the metadata of the next one. These are read, and kept weights are computed, while the
   /// last products of the step run.
   __device__ __forceinline__ StepMetadata visit(const StepMetadata& metadata) {
     StepMetadata after;
@@ -71,7 +71,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
       if (Config::template has<kStepKeyBiased>(after.flags) && after.head != metadata.head &&
           !(after.flags & kStepPast))
         load_key_bias(after.head);
-      if (!(after.flags & kStepPast) && Config::template has<kStepDrops>(after.flags)) draw(after, next);
+      if (!(after.flags & kStepPast) && Config::template has<kStepDrops>(after.flags)) compute_kept(after, next);
     };
     if (metadata.flags & kStepSanitised) this->sanitise_rows();
     if (this->sees(metadata.tile)) {
@@ -336,7 +336,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
   /// Computes which weights of a step are kept, while the step before adds up. The warps then wait for each other, even
   /// in steps in which they see nothing. So when they write words of a step, all have read the words of two steps
   /// before, which lie in the same slot: they did so before they met in the step between.
-  __device__ __forceinline__ void draw(const StepMetadata& metadata, At at) const {
+  __device__ __forceinline__ void compute_kept(const StepMetadata& metadata, At at) const {
     if (this->sees(metadata.tile)) {
       const uint32_t word = word_of_lane();
       const int i = metadata.tile * kBlockM + KeptTile<kBlockM>::query(word);

@@ -1,6 +1,6 @@
 // What the warps of a CTA share, after the tiles in shared memory: row terms, barriers, and the work tile; and where a
-// call has options, metadata of the next steps and what is copied or drawn for them. A barrier's name says what the end
-// of its phase means.
+// call has options, metadata of the next steps and what is copied or computed for them. A barrier's name says what the
+// end of its phase means.
 #pragma once
 
 #include <algorithm>

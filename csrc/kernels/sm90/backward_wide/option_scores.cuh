@@ -119,7 +119,7 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
   /// Writes the step's words of kept weights and of visible pairs, one of each in a thread.
   __device__ __forceinline__ void share_words(const BackwardWideStep& step, int flags) {
     const int word = 32 * ptx::reread(warp_) + ptx::reread(lane_);
-    const uint32_t kept = Config::template has<kStepDrops>(flags) ? draw(step, word) : 0;
+    const uint32_t kept = Config::template has<kStepDrops>(flags) ? compute_kept(step, word) : 0;
     const uint32_t visible = Config::template has<kStepMasked>(flags) ? look_up(step, word) : 0;
     ptx::barrier_sync<Barriers::kWordsRead, kWarpgroupThreads>();
     storage_.kept[word] = kept;
@@ -127,7 +127,7 @@ class BackwardWideOptionScores : protected BackwardWideKeysConsumer<Config> {
     ptx::barrier_sync<Barriers::kWordsWritten, kWarpgroupThreads>();
   }
   /// The kept weights of a word of a KeptTile.
-  __device__ __forceinline__ uint32_t draw(const BackwardWideStep& step, int word) const {
+  __device__ __forceinline__ uint32_t compute_kept(const BackwardWideStep& step, int word) const {
     const int i = step.tile * kBlockM + Kept::query(word);
     const int j = work_tile_.first_key + warpgroup_ * kWarpgroupRows + Kept::key(word);
     RandomKey key = storage_.random_key;

@@ -79,8 +79,8 @@ struct Float8 {
 
   __device__ __forceinline__ static Float8 load(const float* g_source, bool valid) {
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const auto* const g_quads = reinterpret_cast<const float4*>(g_source);
-    return {valid ? __ldg(g_quads) : zero, valid ? __ldg(g_quads + 1) : zero};
+    const auto* const g_float4s = reinterpret_cast<const float4*>(g_source);
+    return {valid ? __ldg(g_float4s) : zero, valid ? __ldg(g_float4s + 1) : zero};
   }
 };
 

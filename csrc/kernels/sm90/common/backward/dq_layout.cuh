@@ -14,7 +14,7 @@ struct BackwardDqLayout {
   __device__ __forceinline__ static int first_column(int) { return 0; }
   __device__ __forceinline__ static int fragment(int warp, int, int n) { return (warp * kN + n) * 128; }
   /// Element e of the lanes 4 g + t, for t = 0..3: rows g (e < 2) and g + 8, columns 2 t + e % 2.
-  __device__ __forceinline__ static void load_quad(const float* g_fragment, int g, float (&x)[4][4]) {
+  __device__ __forceinline__ static void load_four_lanes(const float* g_fragment, int g, float (&x)[4][4]) {
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
       const float4 lane = reinterpret_cast<const float4*>(g_fragment)[4 * g + t];

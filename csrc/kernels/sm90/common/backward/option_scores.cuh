@@ -99,7 +99,7 @@ class BackwardOptionScores {
       read_kept(step);
       Steps next = step;
       next.advance();
-      drawn_ = draw(next);
+      next_kept_word_ = compute_kept(next);
     }
   }
   /// Reads what the first step needs and computes its Philox random bits, before its scores are started.
@@ -107,7 +107,7 @@ class BackwardOptionScores {
     if constexpr (kReadsKeyBias && kReadsOnce) read_key_bias(step);
     if constexpr (kSlopes && kReadsOnce) read_slope(step);
     if constexpr (kDrops) {
-      drawn_ = draw(step);
+      next_kept_word_ = compute_kept(step);
       share_kept(0);
     }
     if constexpr (Config::kFindsSteps) find(step);
@@ -260,7 +260,7 @@ class BackwardOptionScores {
 
   /// Computes which weights of a step are kept, one word of Philox random bits per lane of the warpgroup. The lane's
   /// position is computed anew from the thread's number, because registers are short.
-  __device__ __forceinline__ uint32_t draw(const Steps& step) const {
+  __device__ __forceinline__ uint32_t compute_kept(const Steps& step) const {
     static_assert(KeptWords::kWordsOfGroup == kWarpgroupThreads);
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;  // among those of the consumer warpgroups
     const uint32_t group = ptx::uniform(thread / kWarpgroupThreads), word = thread % kWarpgroupThreads;
@@ -280,7 +280,7 @@ class BackwardOptionScores {
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;
     const uint32_t group = ptx::uniform(thread / kWarpgroupThreads);
     wait_for(storage_.kept_empty[group], (count & 1) ^ 1);
-    storage_.kept[group][thread % kWarpgroupThreads] = drawn_;
+    storage_.kept[group][thread % kWarpgroupThreads] = next_kept_word_;
     arrive_as_warp(storage_.kept_full[group], static_cast<int>(thread % 32));
   }
   /// Reads the kept words of the lane's pairs.
@@ -315,7 +315,7 @@ class BackwardOptionScores {
   const uint32_t s_tiles_;
   typename Tile::Kept kept_;
   uint32_t bias_parity_;
-  uint32_t drawn_;  // the lane's kept word of the next step
+  uint32_t next_kept_word_;  // of the lane, for the next step
   ListedQueries found_;
   uint32_t word_;
   uint32_t visible_keys_;  // a bit for each of the warp's 16 keys
