@@ -14,9 +14,10 @@ namespace flash_ext::sm90 {
 template <class Config>
 class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>> {
   using Base = BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>;
-  using Base::lane_, Base::p_, Base::s_tiles_, Base::storage_, Base::warp_, Base::work_tile_;
+  using Base::kGradWarp, Base::kQueryWarp, Base::lane_, Base::p_, Base::s_tiles_, Base::storage_, Base::warp_,
+      Base::work_tile_;
   using typename Base::LoadedTile, typename Base::Loads, typename Base::Steps;
-  static constexpr int kQueryWarp = 0, kGradWarp = 1, kBiasWarp = 2;
+  static constexpr int kBiasWarp = 2;
 
  public:
   __device__ __forceinline__ BackwardBiasDq(const BackwardParams& p, const BackwardStoringBiasMaps& maps,

@@ -9,7 +9,7 @@ namespace flash_ext::sm90 {
 template <class Config>
 class BackwardBlocksDq : BackwardPipelinedDq<Config> {
   using Base = BackwardPipelinedDq<Config>;
-  using Base::lane_, Base::storage_, Base::warp_, Base::work_tile_;
+  using Base::kGradWarp, Base::kQueryWarp, Base::lane_, Base::storage_, Base::warp_, Base::work_tile_;
   using typename Base::LoadedStep, typename Base::LoadedTile, typename Base::QueryTile, typename Base::Steps;
 
  public:
@@ -48,12 +48,12 @@ class BackwardBlocksDq : BackwardPipelinedDq<Config> {
   }
 
   __device__ __forceinline__ void load(Next& next) const {
-    if (warp_ > 1 || next.step.is_past_end()) return;
+    if (warp_ > kGradWarp || next.step.is_past_end()) return;
     const int4 entry = next.coming;
     const LoadedStep step = {{ptx::uniform(work_tile_.sequence.head + entry.x), ptx::uniform(entry.y)},
                              next.step.stage};
     const LoadedTile tile{step, this->first_term(step)};
-    if (warp_ == 0) {
+    if (warp_ == kQueryWarp) {
       if (lane_ == 0) storage_.step_metadata[next.step.stage] = {entry.x, entry.y, entry.z, 0};
       this->load_queries(tile);
     } else {

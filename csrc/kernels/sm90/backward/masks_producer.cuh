@@ -10,7 +10,7 @@ namespace flash_ext::sm90 {
 template <class Config>
 class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>> {
   using Base = BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>;
-  using Base::lane_, Base::storage_, Base::warp_, Base::work_tile_, Base::workspace_;
+  using Base::kGradWarp, Base::kQueryWarp, Base::lane_, Base::storage_, Base::warp_, Base::work_tile_, Base::workspace_;
   using typename Base::LoadedStep, typename Base::LoadedTile, typename Base::QueryTile, typename Base::Steps;
 
  public:
@@ -42,11 +42,11 @@ class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStor
   }
 
   __device__ __forceinline__ void load(Next& next) const {
-    if (warp_ > 1 || next.step.is_past_end()) return;
+    if (warp_ > kGradWarp || next.step.is_past_end()) return;
     const ListedQueries found = next.finder.next();
     const LoadedStep step = {{found.head, found.tile}, next.step.stage};
     const LoadedTile tile{step, this->first_term(step)};
-    if (warp_ == 0) {
+    if (warp_ == kQueryWarp) {
       if (lane_ == 0) storage_.step_metadata[next.step.slot] = found;
       this->load_queries(tile);
     } else {

@@ -4,6 +4,7 @@
 
 #include "kernels/common/backward/dq_completion.cuh"
 #include "kernels/common/backward/dq_zeroing.cuh"
+#include "kernels/ptx/uniform.h"
 #include "kernels/ptx/wgmma_across.h"
 #include "kernels/sm90/common/backward/producer.cuh"
 #include "kernels/sm90/common/backward/steps.cuh"
@@ -34,6 +35,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   __device__ __forceinline__ void run() { run(*this); }
 
  protected:
+  static constexpr int kQueryWarp = 0, kGradWarp = 1;  // the warps that load
   using KeyTile = TileDescriptor<kBlockN>;
   using DsTile = TileDescriptor<kBlockN>;
   using DqZeroing = flash_ext::DqZeroing<kBlockM, Config::kDqHeadDim, 1, kWarpgroupWarps - Config::kLoadingWarps>;
@@ -114,7 +116,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   template <class Next>
   __device__ __forceinline__ static void load_early(const Steps&, const Next&) {}
 
-  // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
+  // ---- Loads: of K, Q and lse by kQueryWarp, of V, dO and D by kGradWarp
 
   /// A query tile. `head` counts all query heads.
   struct QueryTile {
@@ -140,12 +142,12 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     loads.first_term = is_next ? loads.first_term + int64_t{kBlockM} : first_term(loads.step);
   }
   __device__ __forceinline__ void load_keys_and_values() const {
-    if (warp_ == 0) this->load_keys(maps_.k, storage_.k_full, 0);
-    if (warp_ == 1) this->load_keys(maps_.v, storage_.v_full, Config::kValuesOffset);
+    if (warp_ == kQueryWarp) this->load_keys(maps_.k, storage_.k_full, 0);
+    if (warp_ == kGradWarp) this->load_keys(maps_.v, storage_.v_full, Config::kValuesOffset);
   }
   __device__ __forceinline__ void load(const Loads& loads) const {
-    if (warp_ > 1 || loads.step.is_past_end()) return;
-    warp_ == 0 ? load_queries(loads) : load_grads(loads);
+    if (warp_ > kGradWarp || loads.step.is_past_end()) return;
+    warp_ == kQueryWarp ? load_queries(loads) : load_grads(loads);
   }
   /// Loads a tile of Q with its lse, or of dO with its D. `tile` is as LoadedTile.
   template <class Tile>
