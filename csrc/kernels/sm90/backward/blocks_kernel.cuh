@@ -9,6 +9,7 @@
 #include "blocks_producer.cuh"
 #include "config.cuh"
 #include "consumer.cuh"
+#include "kernels/common/score/scores.cuh"
 #include "kernels/sm90/common/backward/blocks.h"
 #include "kernels/sm90/common/backward/dq_layout.cuh"
 #include "kernels/sm90/common/backward/kernel.cuh"

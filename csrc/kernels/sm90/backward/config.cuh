@@ -1,6 +1,7 @@
 // Tiles, registers and shared memory of the pipelined loop.
 #pragma once
 
+#include "kernels/common/backward/turns.cuh"
 #include "kernels/sm90/common/backward/config.cuh"
 
 namespace flash_ext::sm90 {

@@ -13,8 +13,7 @@ class BackwardKeyGradients : protected BackwardKeysConsumer<Config, BackwardOpti
  public:
   using Storage = BackwardOptionsStorage<Config>;
   using Base = BackwardKeysConsumer<Config, Storage>;
-  using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Sum, typename Base::Tile,
-      typename Base::Weights;
+  using typename Base::Products, typename Base::Scores, typename Base::Sum, typename Base::Tile, typename Base::Weights;
 
   /// Passes no scale of scores: the storage's options have it.
   __device__ __forceinline__ BackwardKeyGradients(const BackwardParams& p, Storage& storage, uint32_t s_tiles,

@@ -8,6 +8,7 @@
 #include "blocks_config.cuh"
 #include "blocks_producer.cuh"
 #include "kernel.cuh"
+#include "kernels/common/score/scores.cuh"
 #include "kernels/sm90/common/backward/blocks.h"
 
 namespace flash_ext::sm90 {

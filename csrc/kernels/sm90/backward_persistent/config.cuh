@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/common/backward/schedule.cuh"
+#include "kernels/common/backward/turns.cuh"
 #include "kernels/sm90/common/backward/config.cuh"
 
 namespace flash_ext::sm90 {

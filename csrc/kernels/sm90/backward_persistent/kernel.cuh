@@ -16,6 +16,7 @@
 #include "config.cuh"
 #include "consumer.cuh"
 #include "kernels/common/backward/split_sums.cuh"
+#include "kernels/common/score/scores.cuh"
 #include "kernels/ptx/setmaxnreg.h"
 #include "kernels/sm90/common/backward/arguments.cuh"
 #include "transposed_dq_layout.cuh"

@@ -2,6 +2,7 @@
 // those of the next key tile, and computes dQ^T = K^T dS^T and adds it to memory.
 #pragma once
 
+#include "kernels/ptx/uniform.h"
 #include "kernels/ptx/wgmma_across.h"
 #include "kernels/sm90/common/backward/producer.cuh"
 #include "scheduler.cuh"

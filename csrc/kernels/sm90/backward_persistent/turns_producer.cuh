@@ -10,8 +10,8 @@ namespace flash_ext::sm90 {
 template <class Config>
 class BackwardPersistentTurnsDq : BackwardPersistentDq<Config> {
   using Base = BackwardPersistentDq<Config>;
-  using Base::ds_at_, Base::free_stages_, Base::kBlockM, Base::kPreparing, Base::lane_, Base::loaded_, Base::maps_,
-      Base::s_tiles_, Base::stage_, Base::storage_, Base::tile_, Base::warp_, Base::workspace_;
+  using Base::ds_at_, Base::free_stages_, Base::kBlockM, Base::kPreparing, Base::lane_, Base::loaded_, Base::s_tiles_,
+      Base::storage_, Base::tile_, Base::warp_, Base::workspace_;
   using typename Base::DqSlice, typename Base::KeyTile, typename Base::Sum, typename Base::WorkTile;
 
  public:

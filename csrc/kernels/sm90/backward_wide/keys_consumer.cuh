@@ -13,10 +13,8 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
  protected:
   using Storage = BackwardWideStorage<Config>;
   using Base = BackwardKeysConsumer<Config, Storage>;
-  using Base::at_;
-  using Base::p_, Base::s_tiles_, Base::storage_, Base::work_tile_;
-  using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Sum, typename Base::Tile,
-      typename Base::Weights;
+  using Base::at_, Base::s_tiles_, Base::storage_, Base::work_tile_;
+  using typename Base::Products, typename Base::Sum, typename Base::Tile, typename Base::Weights;
 
   __device__ __forceinline__ BackwardWideKeysConsumer(const BackwardParams& p, const BackwardWorkspace& workspace,
                                                       Storage& storage, uint32_t s_tiles, int keys_offset, float scale,

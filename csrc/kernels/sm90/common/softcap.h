@@ -3,8 +3,6 @@
 
 #include <cmath>
 
-#include "kernels/common/host_device.h"
-
 namespace flash_ext::sm90 {
 
 /// A polynomial, which the host computes from softcap and scale. Kernels read it from constant memory, from which FMA

@@ -3,7 +3,6 @@
 
 #include "kernels/common/backward/schedule.cuh"
 #include "kernels/common/backward/workspace.h"
-#include "kernels/common/score/scores.cuh"
 #include "kernels/common/tensor_map.h"
 #include "producer.cuh"
 

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "kernels/common/backward/turns.cuh"
 #include "kernels/sm90/common/matrix_descriptor.h"
 #include "shape.h"
 #include "variant.h"

@@ -1,8 +1,6 @@
 // The order of sums of dQ in memory: that of accumulators.
 #pragma once
 
-#include "kernels/common/backward/workspace.h"
-
 namespace flash_ext::sm90 {
 
 /// dQ of a tile while it is summed up in memory: in the order of the accumulators of the warps that compute it.

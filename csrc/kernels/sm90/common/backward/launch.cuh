@@ -5,6 +5,7 @@
 #include "dq_layout.cuh"
 #include "kernels/common/backward/launch_sequence.cuh"
 #include "kernels/common/backward/split_sums.cuh"
+#include "kernels/common/score/scores.cuh"
 
 namespace flash_ext::sm90 {
 

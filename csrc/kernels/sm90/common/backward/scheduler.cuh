@@ -12,7 +12,6 @@
 #include "kernels/common/backward/workspace.h"
 #include "kernels/common/sequence.cuh"
 #include "kernels/ptx/grid_dependency.h"
-#include "kernels/ptx/uniform.h"
 
 namespace flash_ext::sm90 {
 
