@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "load_shared.h"
+
 namespace flash_ext::ptx {
 
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t s_row) {
@@ -21,15 +23,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t s_r
                : "memory");
 }
 
-/// Waits until fragments of the warp have arrived. An arrival at a barrier does not wait for loads in flight, so others
-/// could overwrite shared memory before it is read. Only a branch on the loaded values keeps the arrival after the
-/// loads.
+/// Waits until fragments of the warp have arrived, as wait_for_loaded() does.
 template <int kCount>
 __device__ __forceinline__ void wait_for_fragments(const uint32_t (&fragments)[kCount][4]) {
   uint32_t all = 0;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) all |= fragments[k][0] | fragments[k][1] | fragments[k][2] | fragments[k][3];
-  if (__any_sync(~0u, all == 0x7FC17FC1u)) asm volatile("nanosleep.u32 0;" ::: "memory");  // any values will do
+  wait_for_loaded(all);
 }
 
 }  // namespace flash_ext::ptx

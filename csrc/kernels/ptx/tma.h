@@ -1,9 +1,11 @@
-// Copies by TMA (PTX ISA, "cp.async.bulk.tensor").
+// Copies of tensors' boxes by TMA (PTX ISA, "cp.async.bulk.tensor"). Stores are committed and waited for as in bulk.h.
 #pragma once
 
 #include <cuda.h>
 
 #include <cstdint>
+
+#include "bulk.h"
 
 namespace flash_ext::ptx {
 
@@ -18,20 +20,12 @@ __device__ __forceinline__ void tma_load(uint32_t s_target, const CUtensorMap* m
       : "memory");
 }
 
-/// Stores the part of the box that lies within the tensor. A tma_store_commit() must follow.
+/// Stores the part of the box that lies within the tensor. A bulk_commit() must follow.
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t s_source, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                "r"(s_source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
 }
-
-__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-/// Waits until this thread's stores have read their sources.
-__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
-/// Waits until this thread's stores are done.
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 /// Orders this thread's writes to shared memory before later reads of it by wgmma and TMA, which reach memory another
 /// way. The signal to the reader must follow.

@@ -17,7 +17,7 @@ class BackwardBlocksDq : BackwardPipelinedDq<Config> {
 
   __device__ __forceinline__ void run() {
     if (work_tile_.tiles.end > 0) load_and_add();
-    if (lane_ == 0) ptx::tma_store_wait_read();
+    if (lane_ == 0) ptx::bulk_wait_read<0>();
   }
 
  private:

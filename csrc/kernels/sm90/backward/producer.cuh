@@ -60,7 +60,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
         return DqCompletion::finish_warp(self.p_, self.workspace_, self.work_tile_.sequence, self.lane_);
     }
     // Shared memory must live until it has been read. The next kernel waits for the grid, and so for what was read.
-    if (self.lane_ == 0) ptx::tma_store_wait_read();
+    if (self.lane_ == 0) ptx::bulk_wait_read<0>();
   }
 
   __device__ __forceinline__ void load_and_add() {

@@ -88,14 +88,14 @@ class BackwardPersistentConsumer : BackwardPipelinedConsumer<Config, BackwardPer
     const int lane = ptx::reread(lane_);
     const uint32_t s_rows =
         s_tiles_ + Config::kStoresOffset + (warpgroup_ * kWarpgroupWarps + warp_) * Config::kStoreBytes;
-    if (lane == 0) ptx::tma_store_wait_read();  // the slot's previous contents
+    if (lane == 0) ptx::bulk_wait_read<0>();  // the slot's previous contents
     __syncwarp();
     write_out_tile<typename Config::Element>(s_rows, sum, {scale, scale}, 0, lane);
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) {
       this->store_panel(maps, s_rows, 0);
-      ptx::tma_store_commit();
+      ptx::bulk_commit();
     }
     __syncwarp();
   }

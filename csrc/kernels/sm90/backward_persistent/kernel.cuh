@@ -42,7 +42,7 @@ __device__ __forceinline__ void consume_tiles(const BackwardParams& p, const Bac
     BackwardPersistentConsumer<Config>(p, storage, s_tiles, scale, warpgroup, ptx::reread(lane), at).run(at, maps);
     arrive_as_warp(storage.tile_empty[at.slot() ^ 1], lane);
   }
-  if (lane == 0) ptx::tma_store_wait();
+  if (lane == 0) ptx::bulk_wait();
 }
 
 /// Dq: the class of a warp of the first warpgroup.

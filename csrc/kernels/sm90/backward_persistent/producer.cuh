@@ -49,7 +49,7 @@ class BackwardPersistentDq {
       self.add_all();
       arrive_as_warp(self.storage_.tile_empty[self.tile_.stage()], self.lane_);
     }
-    if (self.lane_ == 0) ptx::tma_store_wait();
+    if (self.lane_ == 0) ptx::bulk_wait();
   }
 
   using KeyTile = TileDescriptor<kBlockN>;

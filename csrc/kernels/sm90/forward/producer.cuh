@@ -67,7 +67,7 @@ class ForwardProducer {
         store_out(out_parities);
         __syncwarp();
         storage_.out.exists = false;
-        ptx::tma_store_wait();
+        ptx::bulk_wait();
         __syncwarp();
       }
       const Sequence& s = work_tile->sequence;
@@ -322,8 +322,8 @@ class ForwardProducer {
     for (int panel = 0; panel < kValuePanels; ++panel)
       ptx::tma_store(&maps_.out, s_tile + panel * panel_bytes(kWarpgroupRows), panel * kPanelColumns,
                      out.first_row + g * kWarpgroupRows, out.head, out.batch);
-    ptx::tma_store_commit();
-    ptx::tma_store_wait_read();
+    ptx::bulk_commit();
+    ptx::bulk_wait_read<0>();
   }
 
   /// Called before each load of V. With kValuesWait the CTA's first V comes after its first Q and K, because all CTAs

@@ -148,8 +148,8 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     if (lane_ != 0) return;
     store_panels(maps.dv, p_.dv, s_dv + panel_bytes(first_row), p_.head_dim_v);
     store_panels(maps.dk, p_.dk, s_dk + panel_bytes(first_row), p_.head_dim);
-    ptx::tma_store_commit();
-    ptx::tma_store_wait_read();
+    ptx::bulk_commit();
+    ptx::bulk_wait_read<0>();
   }
   __device__ __forceinline__ void store_panels(const BackwardRowMaps& maps, const TensorView& view, uint32_t s_rows,
                                                int64_t columns) const {
