@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "heads_in_l2.h"
 #include "work_list.cuh"
 
 namespace flash_ext {
@@ -41,7 +42,6 @@ struct LongestFirst {
   /// key_bytes: size of the other side of a head, which should stay in L2.
   LongestFirst(const TileCosts& costs, int64_t batch, int64_t heads, int64_t tiles, int64_t most, int64_t key_bytes)
       : costs(costs), batch(batch), heads(heads), tiles(tiles), most(std::max<int64_t>(most, 1)) {
-    constexpr int64_t kBytesInL2 = 32 << 20;
     const int64_t all = std::max<int64_t>(batch * heads, 1);
     const int64_t fitting = std::clamp<int64_t>(kBytesInL2 / std::max<int64_t>(key_bytes, 1), 1, all);
     const int64_t sections = (all + fitting - 1) / fitting;

@@ -22,6 +22,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "heads_in_l2.h"
 #include "kernels/common/divisor.h"
 #include "kernels/params.h"
 #include "work_order.h"
@@ -82,10 +83,9 @@ struct WorkListPlan {
 /// The list of a forward: query tiles. Under a causal mask, the tiles with the most keys come first. K and V of a
 /// section fit into L2.
 inline WorkListPlan forward_work_list(const AttentionParams& p, int64_t block_m) {
-  constexpr int64_t kKeyBytesInL2 = 32 << 20;
   const int64_t row_bytes = (p.head_dim + p.head_dim_v) * (p.dtype == DType::kFloat32 ? 4 : 2);
   const int64_t head_group = p.heads_q / p.heads_kv;
-  return {p, WorkListSide::kQueries, work_order(block_m, p.heads_q, head_group, true, kKeyBytesInL2 / row_bytes, 1)};
+  return {p, WorkListSide::kQueries, work_order(block_m, p.heads_q, head_group, true, kBytesInL2 / row_bytes, 1)};
 }
 
 /// The list of a backward: key tiles of key heads. Q, dO and the float sums of dQ of a section fit into L2. A section
@@ -93,10 +93,9 @@ inline WorkListPlan forward_work_list(const AttentionParams& p, int64_t block_m)
 /// wave. The first key tile comes first, because it has the most queries under a causal mask; or the last one, if
 /// additions to dQ take turns in that order.
 inline WorkListPlan backward_work_list(const AttentionParams& p, int64_t block_n, bool last_tile_first) {
-  constexpr int64_t kQueryBytesInL2 = 32 << 20;
   const int64_t element_bytes = p.dtype == DType::kFloat32 ? 4 : 2;
   const int64_t row_bytes = (p.head_dim + p.head_dim_v) * element_bytes + p.head_dim * 4;
-  const int64_t rows_in_l2 = kQueryBytesInL2 / (row_bytes * (p.heads_q / p.heads_kv));
+  const int64_t rows_in_l2 = kBytesInL2 / (row_bytes * (p.heads_q / p.heads_kv));
   return {p, WorkListSide::kKeys, work_order(block_n, p.heads_kv, 1, last_tile_first, rows_in_l2, 4)};
 }
 

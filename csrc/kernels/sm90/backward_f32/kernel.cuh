@@ -20,6 +20,7 @@
 #include "kernels/sm90/common/backward/dq_layout.cuh"
 #include "kernels/sm90/common/float_rows.cuh"
 #include "kernels/sm90/common/score_options.h"
+#include "kernels/sm90/common/shared_memory.h"
 #include "producer.cuh"
 
 namespace flash_ext::sm90 {
@@ -141,7 +142,7 @@ template <class Config>
 void launch_backward_f32(const BackwardParams& p, const BackwardF32Workspace& workspace,
                          const BackwardSchedule& schedule, cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardF32Storage<Config>);
-  static_assert(kSharedBytes <= 227 * 1024, "a CTA can have no more");
+  static_assert(kSharedBytes <= kMaxSharedBytes);
   const LaunchShape keys{grid_of(Config::kCluster * schedule.positions()), dim3(Config::kThreads), kSharedBytes, true};
   if constexpr (Config::kCluster > 1) {
     launch("sm90/backward_f32", backward_f32_halves_kernel<Config>, keys, stream, p, workspace, schedule);

@@ -12,6 +12,7 @@
 #include "kernels/launch.h"
 #include "kernels/sm90/common/backward/kernel.cuh"
 #include "kernels/sm90/common/backward/launch.cuh"
+#include "kernels/sm90/common/shared_memory.h"
 #include "producer.cuh"
 
 namespace flash_ext::sm90 {

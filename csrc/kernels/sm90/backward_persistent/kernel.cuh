@@ -19,6 +19,7 @@
 #include "kernels/common/score/scores.cuh"
 #include "kernels/ptx/setmaxnreg.h"
 #include "kernels/sm90/common/backward/arguments.cuh"
+#include "kernels/sm90/common/shared_memory.h"
 #include "transposed_dq_layout.cuh"
 #include "turns_producer.cuh"
 

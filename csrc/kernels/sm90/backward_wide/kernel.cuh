@@ -7,6 +7,7 @@
 #include "consumer.cuh"
 #include "kernels/ptx/setmaxnreg.h"
 #include "kernels/sm90/common/backward/launch.cuh"
+#include "kernels/sm90/common/shared_memory.h"
 #include "producer.cuh"
 
 namespace flash_ext::sm90 {

@@ -46,6 +46,7 @@
 #include "kernels/ptx/barrier.h"
 #include "kernels/ptx/lane.h"
 #include "kernels/ptx/setmaxnreg.h"
+#include "kernels/sm90/common/shared_memory.h"
 #include "producer.cuh"
 #include "scheduler.cuh"
 #include "visible_producer.cuh"
@@ -145,7 +146,7 @@ void launch_forward(const typename ForwardParameters<Config>::Call& call,
                     const typename ForwardParameters<Config>::ScoreArgument& terms, bool overlaps_previous,
                     cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(ForwardStorageOf<Config>);
-  static_assert(Config::kCtasPerSm * (kSharedBytes + kReservedSharedBytes) <= 228 * 1024, "what an SM has");
+  static_assert(Config::kCtasPerSm * (kSharedBytes + kReservedSharedBytes) <= kSharedBytesOfSm);
   const int64_t ctas = std::min<int64_t>(schedule.size(), ctas_at_a_time(Config::kShape));
   const LaunchShape shape = {dim3(grid_size(ctas)), dim3(Config::kThreads), kSharedBytes, overlaps_previous};
   launch("sm90/forward", forward_kernel<Config>, shape, stream, call, maps, schedule, terms);

@@ -44,9 +44,8 @@ struct HeadOrder {
 /// with bias, masks or dropout under a window, heads form sections whose keys fit into L2. Sections have equal sizes,
 /// so that the last one is not small.
 inline HeadOrder head_order(const HeadsOfCall& call, int64_t block_m, int64_t ctas) {
-  constexpr int64_t kKeyBytesInL2 = 32 << 20;
   const int64_t heads = call.heads, group = call.head_group;
-  const int64_t fitting = heads_in_l2(kKeyBytesInL2, call.key_bytes, group, heads);
+  const int64_t fitting = heads_in_l2(kBytesInL2, call.key_bytes, group, heads);
   const int64_t sections = (heads + fitting - 1) / fitting;
   const int64_t even = ((heads + sections - 1) / sections + group - 1) / group * group;
   const bool equal_tiles = call.equal_lengths && call.see_all;

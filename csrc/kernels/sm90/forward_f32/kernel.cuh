@@ -18,6 +18,7 @@
 #include "kernels/launch.h"
 #include "kernels/ptx/setmaxnreg.h"
 #include "kernels/sm90/common/score_options.h"
+#include "kernels/sm90/common/shared_memory.h"
 #include "producer.cuh"
 
 namespace flash_ext::sm90 {
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 template <class Config>
 void launch_forward_f32(const ForwardParams& p, void* workspace, cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(ForwardF32Storage<Config>);
-  static_assert(kSharedBytes <= 227 * 1024, "a CTA can have no more");
+  static_assert(kSharedBytes <= kMaxSharedBytes);
   const WorkListPlan list = forward_work_list(p, Config::kBlockM);
   const ForwardSchedule schedule = schedule_forward_f32<Config>(p, list, workspace);
   if (list.listed) {

@@ -40,8 +40,7 @@ constexpr ForwardF32Shape forward_f32_shape(int head_dim) {
 /// The number of heads, counted over all batch entries, that run side by side, so that their keys and values stay in
 /// L2. head_group: query heads that share a key head.
 constexpr int64_t forward_f32_section(int64_t heads, int64_t head_group, int64_t seqlen_k, int64_t head_dims) {
-  constexpr int64_t kKeyBytesInL2 = 32 << 20;
-  return heads_in_l2(kKeyBytesInL2, seqlen_k * head_dims * 4, head_group, heads);
+  return heads_in_l2(kBytesInL2, seqlen_k * head_dims * 4, head_group, heads);
 }
 
 }  // namespace flash_ext::sm90

@@ -8,8 +8,6 @@
 
 namespace flash_ext::sm90 {
 
-constexpr int kMaxSharedBytes = 227 * 1024;  // of a CTA
-
 /// What a main kernel takes besides the call's BackwardParams.
 template <class Maps>
 struct BackwardArgumentsOf {

@@ -16,6 +16,7 @@
 #include "kernels/ptx/grid_dependency.h"
 #include "kernels/ptx/lane.h"
 #include "kernels/ptx/setmaxnreg.h"
+#include "kernels/sm90/common/shared_memory.h"
 #include "scheduler.cuh"
 
 namespace flash_ext::sm90 {
