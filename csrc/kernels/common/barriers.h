@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "kernels/ptx/cp_async.h"
 #include "kernels/ptx/mbarrier.h"
+#include "kernels/ptx/shared_address.h"
 
 namespace flash_ext {
 

@@ -5,10 +5,6 @@
 
 namespace flash_ext::ptx {
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 __device__ __forceinline__ void cp_async_16(uint32_t s_target, const void* g_source) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(s_target), "l"(g_source) : "memory");
 }

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "kernels/common/ring.cuh"
-#include "kernels/ptx/cp_async.h"
 #include "kernels/ptx/mbarrier.h"
+#include "kernels/ptx/shared_address.h"
 
 namespace flash_ext {
 

@@ -6,6 +6,7 @@
 #include "kernels/common/warp_products.cuh"
 #include "kernels/ptx/barrier.h"
 #include "kernels/ptx/reread.h"
+#include "kernels/ptx/shared_address.h"
 #include "storage.cuh"
 
 namespace flash_ext::sm80 {

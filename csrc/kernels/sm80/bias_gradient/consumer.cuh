@@ -4,6 +4,7 @@
 
 #include "kernels/common/bias_gradient/tiles.cuh"
 #include "kernels/common/score/bias_tile.cuh"
+#include "kernels/ptx/shared_address.h"
 #include "kernels/sm80/common/score_tile.cuh"
 #include "storage.cuh"
 

@@ -14,6 +14,7 @@
 #include "kernels/common/warp_products.cuh"
 #include "kernels/common/warp_products_tf32.cuh"
 #include "kernels/launch.h"
+#include "kernels/ptx/shared_address.h"
 
 namespace flash_ext::sm80 {
 

@@ -22,6 +22,7 @@
 #include "epilogue.cuh"
 #include "kernels/launch.h"
 #include "kernels/ptx/grid_dependency.h"
+#include "kernels/ptx/shared_address.h"
 #include "producer.cuh"
 #include "scheduler.cuh"
 

@@ -6,6 +6,7 @@
 #include "kernels/common/warp_products.cuh"
 #include "kernels/ptx/lane.h"
 #include "kernels/ptx/reread.h"
+#include "kernels/ptx/shared_address.h"
 #include "options.cuh"
 #include "rows.cuh"
 #include "storage.cuh"

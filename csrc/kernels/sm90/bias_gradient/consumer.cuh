@@ -6,6 +6,7 @@
 #include "kernels/ptx/barrier.h"
 #include "kernels/ptx/cp_async.h"
 #include "kernels/ptx/reread.h"
+#include "kernels/ptx/shared_address.h"
 #include "kernels/ptx/wgmma.h"
 #include "kernels/sm90/common/store_rows.cuh"
 #include "storage.cuh"

@@ -23,6 +23,7 @@
 #include "kernels/common/tensor_map.h"
 #include "kernels/launch.h"
 #include "kernels/ptx/setmaxnreg.h"
+#include "kernels/ptx/shared_address.h"
 #include "producer.cuh"
 
 namespace flash_ext::sm90 {

@@ -3,34 +3,12 @@
 
 #include <cstdint>
 
-#include "kernels/common/score/scores.cuh"
 #include "kernels/ptx/arithmetic.h"
 #include "kernels/ptx/stmatrix.h"
 #include "matrix_descriptor.h"
 #include "warpgroup.h"
 
 namespace flash_ext::sm90 {
-
-/// Returns 0 if all elements that the lane holds of its row r are finite, else NaN. It uses four chains of FMAs,
-/// because one chain would take a fifth of a step.
-template <int kD>
-__device__ __forceinline__ float trace_of_row(const float (&out)[kD][4], int r) {
-  constexpr int kChains = 4;
-  float traces[kChains] = {};
-#pragma unroll
-  for (int d = 0; d < kD; ++d)
-    traces[d % kChains] = fmaf(0.0f, out[d][2 * r], fmaf(0.0f, out[d][2 * r + 1], traces[d % kChains]));
-  return traces[0] + traces[1] + (traces[2] + traces[3]);
-}
-
-/// finish_row() without a sink, to a unit or two in the last place, and without branches. The sum is 0 or at least the
-/// least normal number.
-__device__ __forceinline__ RowEnd finish_row_approx(float stabiliser, float sum) {
-  const bool none = sum == 0.0f, infinite = stabiliser == INFINITY;
-  const float scale = infinite ? NAN : ptx::reciprocal_approx(sum);
-  const float lse = infinite ? INFINITY : (stabiliser + ptx::log2_approx(sum)) * kLn2;
-  return {none ? 0.0f : scale, none ? -INFINITY : lse};
-}
 
 /// Writes out to rows [first_row, + 16) of a tile of panels with kRows rows. A lane gives the address of a row of one
 /// of four 8 x 8 matrices: two of rows by two of columns.
