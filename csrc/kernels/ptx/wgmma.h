@@ -36,7 +36,12 @@ __device__ __forceinline__ void fence_operand(float (&x)[kN][4]) {
     for (int e = 0; e < 4; ++e) fence_operand(x[n][e]);
 }
 
-/// A and B are descriptors of tiles in shared memory (sm90/common/matrix_descriptor.h).
+/// How a tile of A or B lies in shared memory. kK: rows along the depth (imm-trans 0). kMN: rows across the depth
+/// (imm-trans 1).
+enum class Major { kK, kMN };
+
+/// Products of 16-bit Elements with kN columns. A and B are descriptors of tiles in shared memory
+/// (sm90/common/matrix_descriptor.h), or A is in registers. Without kAccumulate D becomes the product.
 template <class Element, int kN>
 struct Wgmma;
 
@@ -75,26 +80,27 @@ struct Wgmma;
 #define FLASH_EXT_D120 FLASH_EXT_D112, FLASH_EXT_D4(28), FLASH_EXT_D4(29)
 #define FLASH_EXT_D128 FLASH_EXT_D120, FLASH_EXT_D4(30), FLASH_EXT_D4(31)
 
-// The number of columns, the number of their accumulators, and the numbers of the five operands that follow.
-#define FLASH_EXT_WGMMA(ELEMENT, TYPE, COLUMNS, REGISTERS, A0, A1, A2, A3, B)                                        \
+// The number of columns, the number of their accumulators, and the numbers of the six operands that follow. Constants
+// are bools: an int of 0 would make nvcc define zeros of the code around it elsewhere.
+#define FLASH_EXT_WGMMA(ELEMENT, TYPE, COLUMNS, REGISTERS, O0, O1, O2, O3, O4, O5)                                   \
   template <>                                                                                                        \
   struct Wgmma<ELEMENT, COLUMNS> {                                                                                   \
-    /* A and B: rows along the depth. */                                                                             \
-    template <bool kAccumulate>                                                                                      \
+    template <bool kAccumulate, Major kMajorA = Major::kK, Major kMajorB = Major::kK>                                \
     __device__ __forceinline__ static void multiply(float (&d)[COLUMNS / 8][4], uint64_t a, uint64_t b) {            \
       asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" FLASH_EXT_R##REGISTERS \
-                   "}, %" #A0 ", %" #A1 ", %" #A2 ", 1, 1, 0, 0;"                                                    \
+                   "}, %" #O0 ", %" #O1 ", %" #O2 ", 1, 1, %" #O3 ", %" #O4 ";"                                      \
                    : FLASH_EXT_D##REGISTERS                                                                          \
-                   : "l"(a), "l"(b), "n"(kAccumulate)                                                                \
+                   : "l"(a), "l"(b), "n"(kAccumulate), "n"(kMajorA == Major::kMN), "n"(kMajorB == Major::kMN)        \
                    : "memory");                                                                                      \
     }                                                                                                                \
-    /* A in registers; B: rows across the depth. */                                                                  \
-    __device__ __forceinline__ static void accumulate_transposed(float (&d)[COLUMNS / 8][4], const uint32_t (&a)[4], \
-                                                                 uint64_t b) {                                       \
+    /* A in registers; B is MN-major. */                                                                             \
+    template <bool kAccumulate>                                                                                      \
+    __device__ __forceinline__ static void multiply_registers(float (&d)[COLUMNS / 8][4], const uint32_t (&a)[4],    \
+                                                              uint64_t b) {                                          \
       asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" FLASH_EXT_R##REGISTERS \
-                   "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 1;"                               \
+                   "}, {%" #O0 ", %" #O1 ", %" #O2 ", %" #O3 "}, %" #O4 ", %" #O5 ", 1, 1, 1;"                       \
                    : FLASH_EXT_D##REGISTERS                                                                          \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                                              \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAccumulate)                            \
                    : "memory");                                                                                      \
     }                                                                                                                \
   };
@@ -103,13 +109,13 @@ struct Wgmma;
   FLASH_EXT_WGMMA(__nv_bfloat16, "bf16", __VA_ARGS__) \
   FLASH_EXT_WGMMA(__half, "f16", __VA_ARGS__)
 
-FLASH_EXT_WGMMA_16BIT(32, 16, 16, 17, 18, 19, 20)
-FLASH_EXT_WGMMA_16BIT(64, 32, 32, 33, 34, 35, 36)
-FLASH_EXT_WGMMA_16BIT(80, 40, 40, 41, 42, 43, 44)
-FLASH_EXT_WGMMA_16BIT(96, 48, 48, 49, 50, 51, 52)
-FLASH_EXT_WGMMA_16BIT(128, 64, 64, 65, 66, 67, 68)
-FLASH_EXT_WGMMA_16BIT(192, 96, 96, 97, 98, 99, 100)
-FLASH_EXT_WGMMA_16BIT(256, 128, 128, 129, 130, 131, 132)
+FLASH_EXT_WGMMA_16BIT(32, 16, 16, 17, 18, 19, 20, 21)
+FLASH_EXT_WGMMA_16BIT(64, 32, 32, 33, 34, 35, 36, 37)
+FLASH_EXT_WGMMA_16BIT(80, 40, 40, 41, 42, 43, 44, 45)
+FLASH_EXT_WGMMA_16BIT(96, 48, 48, 49, 50, 51, 52, 53)
+FLASH_EXT_WGMMA_16BIT(128, 64, 64, 65, 66, 67, 68, 69)
+FLASH_EXT_WGMMA_16BIT(192, 96, 96, 97, 98, 99, 100, 101)
+FLASH_EXT_WGMMA_16BIT(256, 128, 128, 129, 130, 131, 132, 133)
 
 #undef FLASH_EXT_WGMMA_16BIT
 #undef FLASH_EXT_WGMMA

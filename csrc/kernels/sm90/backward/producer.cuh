@@ -5,7 +5,7 @@
 #include "kernels/common/backward/dq_completion.cuh"
 #include "kernels/common/backward/dq_zeroing.cuh"
 #include "kernels/ptx/uniform.h"
-#include "kernels/ptx/wgmma_across.h"
+#include "kernels/ptx/wgmma.h"
 #include "kernels/sm90/common/backward/producer.cuh"
 #include "kernels/sm90/common/backward/steps.cuh"
 #include "storage.cuh"
@@ -209,12 +209,13 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
 
   /// Starts the product for 64 columns of dQ.
   __device__ __forceinline__ static void start(Sum& sum, uint32_t ds, uint32_t keys) {
+    using Product = ptx::Wgmma<Element, kPanelColumns>;
     ptx::wgmma_fence();
-    ptx::wgmma_transposed<Element, false>(sum, DsTile::at(ds, 0), KeyTile::at(keys, 0));
+    Product::template multiply<false, ptx::Major::kMN, ptx::Major::kMN>(sum, DsTile::at(ds, 0), KeyTile::at(keys, 0));
 #pragma unroll
     for (int k = 1; k < kBlockN / 16; ++k)
-      ptx::wgmma_transposed<Element, true>(sum, DsTile::at(ds, DsTile::down_rows(k)),
-                                           KeyTile::at(keys, KeyTile::down_rows(k)));
+      Product::template multiply<true, ptx::Major::kMN, ptx::Major::kMN>(sum, DsTile::at(ds, DsTile::down_rows(k)),
+                                                                         KeyTile::at(keys, KeyTile::down_rows(k)));
     ptx::wgmma_commit();
   }
   /// Adds the panel that was staged last, if there is one, to memory.

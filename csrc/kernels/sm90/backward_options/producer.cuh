@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/ptx/cp_async_barrier.h"
-#include "kernels/ptx/wgmma_across.h"
+#include "kernels/ptx/wgmma.h"
 #include "kernels/sm90/common/backward/producer.cuh"
 #include "scheduler.cuh"
 
@@ -192,12 +192,13 @@ class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config
 
   /// Starts the product for 64 columns of dQ.
   __device__ __forceinline__ static void start(Sum& sum, uint32_t ds, uint32_t keys) {
+    using Product = ptx::Wgmma<Element, kPanelColumns>;
     ptx::wgmma_fence();
-    ptx::wgmma_across<Element, false>(sum, DsTile::at(ds, 0), KeyTile::at(keys, 0));
+    Product::template multiply<false, ptx::Major::kK, ptx::Major::kMN>(sum, DsTile::at(ds, 0), KeyTile::at(keys, 0));
 #pragma unroll
     for (int k = 1; k < kBlockN / 16; ++k)
-      ptx::wgmma_across<Element, true>(sum, DsTile::at(ds, DsTile::along_row(k)),
-                                       KeyTile::at(keys, KeyTile::down_rows(k)));
+      Product::template multiply<true, ptx::Major::kK, ptx::Major::kMN>(sum, DsTile::at(ds, DsTile::along_row(k)),
+                                                                        KeyTile::at(keys, KeyTile::down_rows(k)));
     ptx::wgmma_commit();
   }
 

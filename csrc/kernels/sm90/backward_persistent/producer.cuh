@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernels/ptx/uniform.h"
-#include "kernels/ptx/wgmma_across.h"
+#include "kernels/ptx/wgmma.h"
 #include "kernels/sm90/common/backward/producer.cuh"
 #include "scheduler.cuh"
 #include "storage.cuh"
@@ -311,13 +311,14 @@ class BackwardPersistentDq {
     DqSlice::send(g_target, s_slice, lane_, bytes);
   }
   __device__ __forceinline__ static void start(Sum& sum, uint32_t keys, uint32_t s_ds) {
+    using Product = ptx::Wgmma<Element, kBlockM>;
     ptx::wgmma_fence();
     const uint32_t ds = DsTile::lower_half(s_ds);
-    ptx::wgmma_transposed<Element, false>(sum, KeyTile::at(keys, 0), DsTile::at(ds, 0));
+    Product::template multiply<false, ptx::Major::kMN, ptx::Major::kMN>(sum, KeyTile::at(keys, 0), DsTile::at(ds, 0));
 #pragma unroll
     for (int k = 1; k < kBlockN / 16; ++k)
-      ptx::wgmma_transposed<Element, true>(sum, KeyTile::at(keys, KeyTile::down_rows(k)),
-                                           DsTile::at(ds, DsTile::down_rows(k)));
+      Product::template multiply<true, ptx::Major::kMN, ptx::Major::kMN>(sum, KeyTile::at(keys, KeyTile::down_rows(k)),
+                                                                         DsTile::at(ds, DsTile::down_rows(k)));
     ptx::wgmma_commit();
   }
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "block.cuh"
-#include "kernels/ptx/wgmma_across.h"
+#include "kernels/ptx/wgmma.h"
 
 namespace flash_ext::sm90 {
 
@@ -33,6 +33,7 @@ class BackwardShortQuerySums : BackwardShortBlock<Config> {
 
   /// Adds a key tile. Both operands have keys as rows, over which the product sums.
   __device__ __forceinline__ void step(int tile) {
+    using Product = ptx::Wgmma<Element, kPanelColumns>;
     const uint32_t ds = Tile::lower_half(this->s_ds_ + this->group_ * panel_bytes(Config::kRows)) +
                         tile * (panel_bytes(kWarpgroupRows) / 16);
     const uint32_t keys = this->rows_at(Config::kKeysOffset, tile * kWarpgroupRows);
@@ -41,9 +42,9 @@ class BackwardShortQuerySums : BackwardShortBlock<Config> {
     for (int panel = 0; panel < Config::kPanels; ++panel)
 #pragma unroll
       for (int k = 0; k < kWarpgroupRows / 16; ++k)
-        ptx::wgmma_transposed<Element, true>(reinterpret_cast<Panel&>(dq_[panel * (kPanelColumns / 8)]),
-                                             Tile::at(ds, Tile::down_rows(k)),
-                                             Tile::at(keys, panel * panel_bytes(kWarpgroupRows) + Tile::down_rows(k)));
+        Product::template multiply<true, ptx::Major::kMN, ptx::Major::kMN>(
+            reinterpret_cast<Panel&>(dq_[panel * (kPanelColumns / 8)]), Tile::at(ds, Tile::down_rows(k)),
+            Tile::at(keys, panel * panel_bytes(kWarpgroupRows) + Tile::down_rows(k)));
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dq_);

@@ -193,7 +193,8 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
   __device__ __forceinline__ static void multiply(Sum& sum, const Weights& ds, uint32_t keys) {
 #pragma unroll
     for (int k = 0; k < kWarpgroupRows / 16; ++k)
-      ptx::Wgmma<Element, kPanelColumns>::accumulate_transposed(sum, ds[k], Tile::at(keys, Tile::down_rows(k)));
+      ptx::Wgmma<Element, kPanelColumns>::template multiply_registers<true>(sum, ds[k],
+                                                                            Tile::at(keys, Tile::down_rows(k)));
   }
 
   /// Waits for this warp's turn at a tile; `second`: at its last columns, which have a counter of their own.

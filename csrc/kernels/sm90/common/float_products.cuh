@@ -6,7 +6,6 @@
 #include "float_parts.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/ptx/wgmma.h"
-#include "kernels/ptx/wgmma_registers.h"
 
 namespace flash_ext::sm90 {
 
@@ -99,10 +98,11 @@ struct FloatProductsOf {
     ptx::wgmma_commit();
   }
 
-  /// Starts sum = A B, the smallest products first. A is in registers; of B, whose rows lie across the depth, it takes
+  /// Starts sum = A B, the smallest products first. A is in registers; of B, which is MN-major, it takes
   /// 8 kN columns. The products are in flight when this returns.
   template <int kN>
   __device__ __forceinline__ static void start(float (&sum)[kN][4], const Operand& a, uint32_t b_subtile) {
+    using Product = ptx::Wgmma<__nv_bfloat16, 8 * kN>;
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kPartProducts; ++k)
@@ -111,9 +111,9 @@ struct FloatProductsOf {
         const uint64_t b =
             Descriptor::at(b_subtile, part_of_b(k) * FloatSubtile<kSide>::kPartBytes + Descriptor::down_rows(step));
         if (k == 0 && step == 0) {
-          ptx::wgmma_registers<false>(sum, a[part_of_a(k)][step], b);
+          Product::template multiply_registers<false>(sum, a[part_of_a(k)][step], b);
         } else {
-          ptx::wgmma_registers<true>(sum, a[part_of_a(k)][step], b);
+          Product::template multiply_registers<true>(sum, a[part_of_a(k)][step], b);
         }
       }
     ptx::wgmma_commit();

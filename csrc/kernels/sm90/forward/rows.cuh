@@ -247,7 +247,7 @@ class ForwardRows {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
-      Product::accumulate_transposed(out_, p[step], KeyTile::at(value, KeyTile::down_rows(step)));
+      Product::template multiply_registers<true>(out_, p[step], KeyTile::at(value, KeyTile::down_rows(step)));
     ptx::wgmma_commit();
   }
 

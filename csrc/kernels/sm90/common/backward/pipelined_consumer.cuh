@@ -5,7 +5,7 @@
 
 #include "consumer.cuh"
 #include "kernels/ptx/tma.h"
-#include "kernels/ptx/wgmma_across.h"
+#include "kernels/ptx/wgmma.h"
 #include "maps.h"
 #include "pipelined_tile.cuh"
 #include "steps.cuh"
@@ -469,13 +469,15 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
 
   // ---- Products. The caller waits for them, and then fences the accumulators.
 
+  using Product = ptx::Wgmma<Element, kHeadDim>;
+
   /// Starts sum += p rows: dV += P dO and, for a tail, dK += dS Q. Unlike BackwardProducts::start_sum() it issues no
   /// wgmma_fence(): the caller has done so since p was written, itself or by Products::start().
   template <int kSteps>
   __device__ __forceinline__ static void start_sum(Sum& sum, const uint32_t (&p)[kSteps][4], uint32_t rows) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k)
-      ptx::Wgmma<Element, kHeadDim>::accumulate_transposed(sum, p[k], QueryTile::at(rows, QueryTile::down_rows(k)));
+      Product::template multiply_registers<true>(sum, p[k], QueryTile::at(rows, QueryTile::down_rows(k)));
     ptx::wgmma_commit();
   }
   /// Starts dK += dS Q. A warp reads the rows of dS in shared memory that it has written itself, after its own proxy
@@ -486,9 +488,10 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     for (int k = 0; k < Tile::kSteps; ++k) {
       const uint64_t rows = QueryTile::at(queries, QueryTile::down_rows(k));
       if (k < Config::kDsSteps) {
-        ptx::Wgmma<Element, kHeadDim>::accumulate_transposed(sum, ds[k], rows);
+        Product::template multiply_registers<true>(sum, ds[k], rows);
       } else {
-        ptx::wgmma_across<Element, true>(sum, DsTile::at(ds_rows, DsTile::along_row(k)), rows);
+        Product::template multiply<true, ptx::Major::kK, ptx::Major::kMN>(
+            sum, DsTile::at(ds_rows, DsTile::along_row(k)), rows);
       }
     }
     ptx::wgmma_commit();

@@ -46,7 +46,7 @@ struct BackwardProducts {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Tile::kSteps; ++step)
-      Product::accumulate_transposed(sum, weights[step], QueryTile::at(rows, QueryTile::down_rows(step)));
+      Product::template multiply_registers<true>(sum, weights[step], QueryTile::at(rows, QueryTile::down_rows(step)));
     ptx::wgmma_commit();
   }
 };
