@@ -106,11 +106,11 @@ class BackwardPersistentDq {
   }
   /// Moves to the next tile where it does not follow the last one. Returns its number, counted from tiles.begin.
   __device__ __forceinline__ int begin_head(Walk& walk, const WorkTile& work_tile) const {
-    const int whole = tiles_of_head(work_tile) - (walk.tails > 0);
+    const int without_tail = tiles_of_head(work_tile) - (walk.tails > 0);
     const bool of_tails = Config::kHasTails && walk.left <= walk.tails;
     walk.head = Config::kHasTails && walk.left == walk.tails ? 0 : walk.head + 1;
-    walk.left_of_head = of_tails ? 1 : whole;
-    const int tile = of_tails ? whole : 0;
+    walk.left_of_head = of_tails ? 1 : without_tail;
+    const int tile = of_tails ? without_tail : 0;
     walk.term = first_term(work_tile) + (walk.head * workspace_.tiles_per_head + tile) * kBlockM;
     return tile;
   }

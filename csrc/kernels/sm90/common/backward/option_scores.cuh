@@ -126,7 +126,7 @@ class BackwardOptionScores {
 
   __device__ __forceinline__ void softmax_step(Weights& p, Weights& ds, const Scores& s, const Terms& lse,
                                                float scale) const {
-    Weights& whole = kDrops ? ds : p;
+    Weights& undropped = kDrops ? ds : p;
     if constexpr (Config::kBiased) {
       wait_for(storage_.bias_full, bias_parity_);
       Tile::softmax_step_bias(p, s, lse, scale, s_bias_row(), [&](float term, int) { return -term; });
@@ -134,15 +134,15 @@ class BackwardOptionScores {
       Tile::softmax_step_softcap(p, ds, s, lse, scale, cap_);
     } else if constexpr (kSlopes) {
       // The sum of AlibiOfLane in another order of additions: its own makes a persistent CTA 3 % slower.
-      Tile::softmax_step(whole, s, lse, [&](float x, float term, int n, int e) {
+      Tile::softmax_step(undropped, s, lse, [&](float x, float term, int n, int e) {
         const float distance = fabsf(distance_ + static_cast<float>(8 * n + e % 2 - 8 * (e / 2)));
         return fmaf(-slope_, distance, fmaf(x, scale, -term));
       });
     } else if (kHidesKeys && p_.bias.data) {
-      Tile::softmax_step(whole, s, lse,
+      Tile::softmax_step(undropped, s, lse,
                          [&](float x, float term, int, int e) { return fmaf(x, scale, key_bias_[e / 2] - term); });
     } else {
-      Tile::softmax_step(whole, s, lse, scale);
+      Tile::softmax_step(undropped, s, lse, scale);
     }
   }
   /// Zeroes weights that are NaN although a bias of -inf hides their pair: the product overflowed, and Inf - Inf is

@@ -1,4 +1,4 @@
-// The work of a CTA of the backward: a tile of keys, and its steps, the query tiles that it loops over.
+// The work tile of a CTA of the backward: a tile of keys, and its steps, the query tiles that it loops over.
 #pragma once
 
 #include <algorithm>
