@@ -555,9 +555,10 @@ def _check_block_mask(
         raise ValueError(
             f"block_mask must be made for the lengths of q and k, {(q.shape[1], k.shape[1])}, got one for {made_for}"
         )
-    if q.dim() == 4 if cu_seqlens_q is None else q.dim() == 3 and cu_seqlens_q.dim() == 1:
-        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        _check_lists_of_block_mask(block_mask, batch, q.shape[-2])
+    if cu_seqlens_q is None and q.dim() == 4:
+        _check_lists_of_block_mask(block_mask, q.shape[0], q.shape[2])
+    elif cu_seqlens_q is not None and cu_seqlens_q.dim() == 1 and q.dim() == 3:
+        _check_lists_of_block_mask(block_mask, cu_seqlens_q.shape[0] - 1, q.shape[1])
 
 
 def _check_lists_of_block_mask(block_mask: BlockMask, batch: int, heads: int) -> None:
