@@ -103,6 +103,7 @@ def as_number(name: str, value: Any, way_out: str = "pass its item()") -> float:
     raise TypeError(f"{name} must be a number, got {describe(value)}")
 
 
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # on a CPU; the last one there alone
 _LEAST, _MOST = -(2**63), 2**63 - 1  # what operators take as an integer
 
 
@@ -140,8 +141,9 @@ def as_flag(name: str, value: Any) -> bool:
 def check_window(window_size: Any) -> tuple[int, int]:
     """(left, right) of a pair of integers."""
     left, right = as_pair("window_size", "(left, right)", window_size)
-    if type(left) is int and type(right) is int and _LEAST <= left <= _MOST and _LEAST <= right <= _MOST:
-        return left, right
+    if type(left) is int and type(right) is int:
+        if torch.compiler.is_compiling() or (_LEAST <= left <= _MOST and _LEAST <= right <= _MOST):
+            return left, right  # compiled, they may be symbols, as in as_integer
     return as_integer("window_size[0]", left), as_integer("window_size[1]", right)
 
 

@@ -9,19 +9,20 @@ from torch.fx import Proxy
 from torch.fx.proxy import TraceError
 
 
-def proxy_of_call(module: nn.Module, x: object, *args: Any, **kwargs: Any) -> Any:
-    """The node of a call of ``module`` whose first argument is ``x``, or None where ``x`` comes from no tracer.
+def proxy_of_call(module: nn.Module, *args: Any) -> Any:
+    """The node of a call of ``module``, or None where no argument comes from a tracer.
 
     torch.fx decides by the name of a class's package whether it traces into a module, so it traces into ours.
 
     Raises:
         torch.fx.proxy.TraceError: ``module`` is the root of the trace, and so no node of it.
     """
-    if not isinstance(x, Proxy):
+    traced = next((x for x in args if isinstance(x, Proxy)), None)
+    if traced is None:
         return None
-    tracer: Any = x.tracer
+    tracer: Any = traced.tracer
     path = tracer.path_of_module(module)
     if not path:
         name = type(module).__name__
         raise TraceError(f"flash_ext.{name} is one node of a graph and cannot be traced itself, only inside a model")
-    return tracer.create_proxy("call_module", path, (x, *args), kwargs)
+    return tracer.create_proxy("call_module", path, args, {})

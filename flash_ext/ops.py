@@ -120,7 +120,7 @@ def _fake_gradient(like: Tensor | None, needed: bool, otherwise: Tensor) -> Tens
 
 
 def _scores(options: Sequence[Any]) -> ScoreOptions:
-    """Of what comes behind the tensors; the forwards have an option more, deterministic."""
+    """Of what comes after the tensors; the forwards have an option more, deterministic."""
     return ScoreOptions(*options[:_NUM_OPTIONS])
 
 
@@ -172,7 +172,7 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any) -> tuple[Tenso
 
 @_fake("attention_decode_append")
 def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    fake_checks.check_decode(q, k_cache, v_cache, DecodeOptions(*options))
+    fake_checks.check_decode(q, k_cache, v_cache, DecodeOptions(*options), (k, v))
     return _fake_out(q, v_cache), _fake_lse(q)
 
 
@@ -513,6 +513,8 @@ def _fold_attention(name: str, num_tensors: int, num_flags: int = 0, num_unfolda
         if not _vmap.can_fold(options, dims) or any(args[begin - num_unfoldable : begin]):
             return _vmap.loop(op, info, in_dims, args)
         n = info.batch_size
+        if n == 0:
+            _vmap.loop(op, info, in_dims, args)  # checks the sizes of a sample, of which 0 times any are alike
         tensors: list[Any] = [_vmap.fold(t, dim, n) for t, dim in zip(args[:num_tensors], in_dims, strict=False)]
         batch = _vmap.batch_of(args[num_tensors - 1], in_dims[num_tensors - 1])
         flags, given = args[num_tensors:begin], len(args[begin:end])

@@ -61,6 +61,11 @@ def is_proxy_tracing() -> bool:
     return (torch._C._get_dispatch_mode(key) or torch._ops._get_dispatch_mode_pre_dispatch(key)) is not None
 
 
+def is_fake_mode() -> bool:
+    """Whether a FakeTensorMode is active: it takes real tensors too, and makes fakes of what is computed."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 """What ``torch.autograd.Function`` derives from, and what runs below the transforms of torch.func."""
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from flash_ext.torch_private import is_proxy_tracing, is_tracing, is_vmapped
+from flash_ext.torch_private import is_fake_mode, is_proxy_tracing, is_tracing, is_vmapped
 
 
 def can_read(x: Tensor) -> bool:
@@ -16,4 +16,4 @@ def can_read(x: Tensor) -> bool:
         return False  # first, because a compiler cannot look into what follows
     if x.device.type != "cpu" or type(x) not in (Tensor, Parameter):
         return False
-    return not (is_tracing() or is_proxy_tracing() or is_vmapped(x))
+    return not (is_tracing() or is_proxy_tracing() or is_fake_mode() or is_vmapped(x))

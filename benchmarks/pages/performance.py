@@ -50,7 +50,7 @@ FIGURES: tuple[Table | Sentence, ...] = (
     Sentence(PERFORMANCE, MEANS, lambda: means("forward"), behind="\n## Forward\n"),
     Sentence(PERFORMANCE, MEANS, lambda: means("backward"), behind="\n## Backward\n"),
     Sentence(PERFORMANCE, r"torch ([\d.]+), cuDNN ([\d.]+), CUDA ([\d.]+)\.", software),
-    Sentence(PERFORMANCE, r"FlashAttention-3 is ([\d.]+), commit (\w+),", commit_of_fa3),
+    Sentence(PERFORMANCE, r"FlashAttention-3 is ([\d.]+), commit (\w+)\.", commit_of_fa3),
     Sentence(PERFORMANCE, r"Over its (\d+) rows, of which torch's backends take part in (\d+),", decode_rows),
     Sentence(
         PERFORMANCE,

@@ -36,7 +36,7 @@ Tensor to_lse(Arrangement arrangement, const Tensor& lse);
 /// out or a gradient, contiguous, as (batch, heads, seqlen, head_dim).
 Tensor from_rows(Arrangement arrangement, const Tensor& rows, int64_t batch, int64_t heads);
 
-/// A view of the same memory, from the same element on or `offset` elements behind it.
+/// A view of the same memory, from the same element on or `offset` elements after it.
 Tensor with_strides(const Tensor& x, const Shape& sizes, const Shape& strides, int64_t offset = 0);
 
 /// `x` with the memory order of `like`: itself, or a dense copy. `like` must have no stride of 0.

@@ -83,7 +83,7 @@ STABLE_TORCH_LIBRARY(flash_ext, m) {
   // "documents", bounds (documents + 1), where documents begin and the last one ends: only keys of the same document;
   // "prefix", bounds (batch): also so many first keys; "spans", bounds (batch, spans, 2): also the keys of its span,
   // from where the window begins. bounds are int32 or int64. There is room for max_blocks blocks and, in each row of
-  // blocks, max_bitmaps bitmaps; entries behind the last block are 0.
+  // blocks, max_bitmaps bitmaps; entries past the last block are 0.
   m.def(
       "interval_block_lists(Tensor bounds, str rule, SymInt seqlen_q, SymInt seqlen_k, SymInt block_m, SymInt block_n, "
       "SymInt offset, SymInt window_left, SymInt window_right, SymInt num_global, bool causal, SymInt max_blocks, "

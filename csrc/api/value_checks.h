@@ -23,7 +23,7 @@ struct CacheIndices {
   int64_t cache_batch;  // batch entries of a contiguous cache
   int64_t num_pages;
   int64_t page_size;
-  bool append;         // k and v are written behind the cached rows
+  bool append;         // k and v are written after the cached rows
   int64_t seqlen_new;  // rows that are written
 };
 

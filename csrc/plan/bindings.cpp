@@ -61,7 +61,7 @@ void bind_plan(py::module_& m) {
   py::class_<KeySplits>(m, "KeySplits", "How the forward on Hopper splits the keys of its last query tiles over CTAs.")
       .def_readonly("first_tile", &KeySplits::first_tile, "query tiles of the order before those that are split")
       .def_readonly("tiles", &KeySplits::tiles, "that are split; 0: none")
-      .def_readonly("unsplit_behind", &KeySplits::unsplit_behind, "tiles that follow these, and are not split")
+      .def_readonly("unsplit_after", &KeySplits::unsplit_after, "tiles that follow these, and are not split")
       .def_readonly("long_splits", &KeySplits::long_splits, "of each tile, of its last keys")
       .def_readonly("short_splits", &KeySplits::short_splits, "of each tile, of its first keys")
       .def_property_readonly("short_share",
@@ -273,7 +273,7 @@ PYBIND11_MODULE(_plan, m) {
   m.attr("MAX_CUDA_BATCH") = kMaxCudaBatch;
   m.attr("MAX_CUDA_SEQLEN_Q") = kMaxCudaSeqlenQ;
   m.attr("MAX_CUDA_SEQLEN_K") = kMaxCudaSeqlenK;
-  m.attr("MIN_SPLIT_SIZE") = kCpuMinSplitSize;
-  m.attr("MAX_SPLITS") = kCpuMaxSplits;
+  m.attr("CPU_MIN_SPLIT_SIZE") = kCpuMinSplitSize;
+  m.attr("CPU_MAX_SPLITS") = kCpuMaxSplits;
   m.attr("BATCH_INVARIANT_SPLIT_SIZE") = kBatchInvariantSplitSize;
 }

@@ -82,7 +82,7 @@ class KeySplitsPlanner {
   double end(const KeySplits& splits) const {
     Makespan makespan(ctas_);
     take_tail(makespan, 0, tail_ - rest(), 1.0);
-    const int64_t split_end = tail_ - splits.unsplit_behind;
+    const int64_t split_end = tail_ - splits.unsplit_after;
     const double one = KeySplits::kWholeShare, short_share = splits.short_share / one;
     const double long_share =
         splits.long_splits > 0 ? (1.0 - splits.short_splits * short_share) / splits.long_splits : 1.0;
@@ -212,7 +212,7 @@ class KeySplitsPlanner {
       KeySplits splits;
       splits.first_tile = all_tiles_ - rest();
       splits.tiles = static_cast<int32_t>(tiles);
-      splits.unsplit_behind = static_cast<int32_t>(unsplit);
+      splits.unsplit_after = static_cast<int32_t>(unsplit);
       splits.long_splits = static_cast<int32_t>(long_splits);
       splits.short_splits = static_cast<int32_t>(short_splits);
       splits.short_share = short_splits == 0 ? 0 : static_cast<int32_t>(KeySplits::kWholeShare / shares);

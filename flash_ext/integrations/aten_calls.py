@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import flash_ext._plan as _plan
+from flash_ext.argument_checks import KERNEL_DTYPES
 from flash_ext.functional import may_use_tf32
 from flash_ext.head_dims import MAX_HEAD_DIM
 from flash_ext.integrations.layouts import in_order_of
@@ -38,10 +39,6 @@ class NotServed(str):
     """Why a kernel does not take a call, which then goes on to torch's."""
 
     __slots__ = ()
-
-
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Those that the plan has a name for."""
 
 
 @cache

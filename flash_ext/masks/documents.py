@@ -63,7 +63,7 @@ class DocumentBuilders(Mask):
     def documents(
         cls, cu_seqlens: Tensor, seqlen: int, block_size: tuple[int, int] = (128, 128), *, causal: bool = False
     ) -> Self:
-        """Documents that stand one behind the other in a sequence: tokens see those of their own.
+        """Documents that stand one after the other in a sequence: tokens see those of their own.
 
         Args:
             cu_seqlens: int32 or int64 (documents + 1), where they begin, ascending, and where the last one ends. Tokens
@@ -121,7 +121,7 @@ class DocumentBuilders(Mask):
         """Causal, but that tokens of a span, such as those of an image, see all of it.
 
         Args:
-            spans: integer (num_spans, 2) or (batch, num_spans, 2): the first token of each and the one behind the last.
+            spans: integer (num_spans, 2) or (batch, num_spans, 2): the first token of each and the one after the last.
                 They must not overlap, which is checked on a CPU; one that ends where it begins is none.
             seqlen: of the sequence, queries and keys.
             block_size: (block_m, block_n), as for ``from_dense``.
@@ -174,16 +174,19 @@ def _check_spans(spans: Tensor, seqlen: int) -> None:
     """``spans`` is (batch, num_spans, 2)."""
     if not can_read(spans):
         return
-    for i, of_entry in enumerate(spans.long()):
-        begin, end = of_entry[of_entry[:, 0] != of_entry[:, 1]].unbind(-1)
-        order = begin.argsort()
-        begin, end = begin[order], end[order]
-        # Each begins in the sequence, not before the one that comes before it has ended.
-        if bool((begin < 0).any() | (begin > end).any() | (end > seqlen).any() | (end[:-1] > begin[1:]).any()):
-            raise ValueError(
-                f"spans must begin and end within 0 and seqlen = {seqlen} and not overlap, got {_shown(of_entry)} for "
-                f"batch entry {i}"
-            )
+    begin, end = spans.long().unbind(-1)
+    empty = begin == end  # none, wherever it is: put last
+    begin, order = begin.masked_fill(empty, seqlen).sort(dim=1)
+    end = end.masked_fill(empty, seqlen).gather(1, order)
+    # Each begins in the sequence, not before the one that comes before it has ended.
+    wrong = (begin < 0) | (begin > end) | (end > seqlen)
+    wrong[:, 1:] |= end[:, :-1] > begin[:, 1:]
+    if bool(wrong.any()):
+        i = int(wrong.any(dim=1).nonzero()[0])
+        raise ValueError(
+            f"spans must begin and end within 0 and seqlen = {seqlen} and not overlap, got {_shown(spans[i])} for "
+            f"batch entry {i}"
+        )
 
 
 def _shown(values: Tensor) -> str:

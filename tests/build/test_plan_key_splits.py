@@ -146,9 +146,9 @@ def test_chunks_of_prompts_split_their_keys(sizes: tuple[int, ...], expected: tu
     chosen = plan_of_forward(*sizes, 128)
     splits, batch, queries, heads = chosen.key_splits, sizes[0], sizes[1], sizes[3]
     tiles = batch * heads * math.ceil(queries / chosen.block_m)
-    assert (splits.unsplit_behind, splits.long_splits, splits.short_splits) == expected
+    assert (splits.unsplit_after, splits.long_splits, splits.short_splits) == expected
     assert (
-        splits.first_tile == tiles - tiles % 132 and splits.first_tile + splits.tiles + splits.unsplit_behind == tiles
+        splits.first_tile == tiles - tiles % 132 and splits.first_tile + splits.tiles + splits.unsplit_after == tiles
     )
     assert splits.short_splits * splits.short_share < 1
     assert any(reason.startswith(f"split-KV: {tiles} query tiles on 132 CTAs") for reason in chosen.reasons)
@@ -159,7 +159,7 @@ def test_splits_that_are_kept_are_those_of_the_call() -> None:
     fresh = {call: plan_of_forward(*call, 128).key_splits for call in calls}
     for call in [*calls, *reversed(calls), calls[0], calls[0]]:
         again, expected = plan_of_forward(*call, 128).key_splits, fresh[call]
-        for name in ("first_tile", "tiles", "unsplit_behind", "long_splits", "short_splits", "short_share"):
+        for name in ("first_tile", "tiles", "unsplit_after", "long_splits", "short_splits", "short_share"):
             assert getattr(again, name) == getattr(expected, name)
 
 

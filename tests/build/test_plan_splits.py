@@ -18,14 +18,14 @@ ITEMS, WORKERS, KEYS = (0, 1, 2, 7, 64, 1000), (1, 2, 16, 132), (0, 1, 255, 256,
 def test_splits_are_capped() -> None:
     for items, workers, keys in itertools.product(ITEMS, WORKERS, KEYS):
         splits = _plan.choose_num_splits(items, workers, keys)
-        assert 1 <= splits <= _plan.MAX_SPLITS
-        assert splits == 1 or keys // splits >= _plan.MIN_SPLIT_SIZE
+        assert 1 <= splits <= _plan.CPU_MAX_SPLITS
+        assert splits == 1 or keys // splits >= _plan.CPU_MIN_SPLIT_SIZE
         assert splits == 1 or max(items, 1) < workers, "enough work needs no splitting"
 
 
 def test_splits_fill_the_workers_where_the_keys_suffice() -> None:
     for items in range(1, 200):
-        assert items * _plan.choose_num_splits(items, 132, 2**20) >= min(132, items * _plan.MAX_SPLITS)
+        assert items * _plan.choose_num_splits(items, 132, 2**20) >= min(132, items * _plan.CPU_MAX_SPLITS)
 
 
 def test_splits_are_monotonic() -> None:
@@ -64,7 +64,7 @@ def test_a_number_of_splits_is_obeyed_up_to_one_tile_each() -> None:
     assert decode_plan(num_splits=5).num_splits == 5
     few = decode_plan(num_splits=50, seqlen_k=100)
     assert few.num_splits == math.ceil(100 / few.block_n)
-    assert decode_plan(num_splits=10**9).num_splits == _plan.MAX_SPLITS
+    assert decode_plan(num_splits=10**9).num_splits == _plan.CPU_MAX_SPLITS
     assert decode_plan(num_splits=7, seqlen_k=0).num_splits == 1
 
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flash_ext
 from flash_ext import torch_private
@@ -70,10 +72,24 @@ def test_tracing_and_transforms_are_seen() -> None:
         seen["vmap"] = torch_private.is_functorch_active()
         return x + 1
 
+    def sampled(x: Tensor) -> Tensor:
+        seen["sample"] = torch_private.is_vmapped(x)
+        return x.sum()
+
+    def recorded(x: Tensor) -> Tensor:
+        seen["make_fx"] = torch_private.is_proxy_tracing()
+        return x + 1
+
     torch.jit.trace(traced, (torch.zeros(2),), check_trace=False)
     torch.func.vmap(transformed)(torch.zeros(2))
-    assert seen == {"trace": True, "vmap": True}
+    torch.func.vmap(torch.func.grad(sampled))(torch.zeros(2, 3))
+    make_fx(recorded)(torch.zeros(2))
+    with FakeTensorMode():
+        seen["fakes"] = torch_private.is_fake_mode()
+    assert seen == dict.fromkeys(("trace", "vmap", "sample", "make_fx", "fakes"), True)
     assert not torch_private.is_tracing() and not torch_private.is_functorch_active()
+    assert not torch_private.is_vmapped(torch.zeros(2))
+    assert not torch_private.is_proxy_tracing() and not torch_private.is_fake_mode()
 
 
 def test_forward_mode_is_seen() -> None:

@@ -32,11 +32,27 @@ class Encodes(nn.Module):
         return self.encoder(x, src_key_padding_mask=mask) * 2
 
 
+class AttendsFromBuffer(nn.Module):
+    """The query is no value that fx traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.register_buffer("query", torch.randn(2, 3, 16))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.attention(self.query, x, x, key_padding_mask=mask)[0]
+
+
 def calls(model: nn.Module) -> list[str]:
     return [str(node.target) for node in torch.fx.symbolic_trace(model).graph.nodes if node.op == "call_module"]
 
 
-@pytest.mark.parametrize("make", [Attends, lambda: Encodes(0), lambda: Encodes(2)], ids=["module", "layer", "encoder"])
+@pytest.mark.parametrize(
+    "make",
+    [Attends, AttendsFromBuffer, lambda: Encodes(0), lambda: Encodes(2)],
+    ids=["module", "buffer", "layer", "encoder"],
+)
 @pytest.mark.parametrize("training", [False, True])
 def test_a_converted_module_is_a_node(device: str, make: Callable[[], nn.Module], training: bool) -> None:
     model = make().to(device).train(training)

@@ -126,7 +126,15 @@ def misfits() -> dict[str, tuple[list[Tensor], dict[str, Any]]]:
         "bias of a shape": ([q, k, v], {"bias": random(1, 3, 9, 13)}),
         "mask": ([q, k, v], {"mask": random(1, 1, 9, 13)}),
         "sink": ([q, k, v], {"sink": random(3)}),
+        "alibi_slopes": ([q, k, v], {"alibi_slopes": random(3)}),
+        "rng_state": ([q, k, v], {"dropout_p": 0.5, "rng_state": torch.zeros(3, dtype=torch.int64)}),
+        "head_dim of v": ([q, k, v[..., :0]], {}),
         "seqused_k": ([q, k, v], {"seqused_k": int32([1, 2, 3])}),
+        "cu_seqlens of no dimension": (
+            packed,
+            {**lengths, "cu_seqlens_q": int32([3])[0], "cu_seqlens_k": int32([3])[0]},
+        ),
+        "empty cu_seqlens": (packed, {**lengths, "cu_seqlens_q": int32([]), "cu_seqlens_k": int32([])}),
         "packed": (packed, {**lengths, "cu_seqlens_q": VARLEN["cu_seqlens_q"]}),
         "cu_seqlens": (packed, {**lengths, **VARLEN, "cu_seqlens_k": VARLEN["cu_seqlens_k"].long()}),
         "packed bias": (packed, {**lengths, **VARLEN, "bias": random(1, 1, 9, 13)}),
@@ -163,6 +171,27 @@ def test_fakes_of_decode_refuse_what_it_refuses(change: Callable[..., Any], mess
     for device in ("cpu", "meta"):
         with pytest.raises(RuntimeError, match=message):
             flash_ext.decode(*(t.to(device) for t in tensors))
+
+
+@pytest.mark.op("attention_decode_append")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda call: {"cache_seqlens": call["cache_seqlens"].long()}, "cache_seqlens must be int32, got int64"),
+        (lambda call: {"cache_leftpad": int32([0, 0, 0])}, r"cache_leftpad must have shape \(batch\): expected \(2,\)"),
+        (lambda call: {"block_table": int32([0, 1])}, r"block_table must be 2-dimensional \(batch, max_pages\)"),
+        (lambda call: {"sink": random(3)}, r"sink must have shape \(heads_q\): expected \(4,\), got \(3,\)"),
+        (lambda call: {"k": call["k"][:1]}, r"k must have shape .*: expected \(2, 1, 2, 16\), got \(1, 1, 2, 16\)"),
+        (lambda call: {"v": call["v"].half()}, "v must have the dtype of q: expected float32, got float16"),
+    ],
+)
+def test_fakes_of_appending_refuse_what_it_refuses(change: Callable[..., Any], message: str) -> None:
+    q, k_cache, v_cache = (t.detach() for t in qkv())
+    call = dict(k=k_cache[:, :1].clone(), v=v_cache[:, :1].clone(), cache_seqlens=int32([3, 4]))
+    call |= change(call)
+    for device in ("cpu", "meta"):
+        with pytest.raises(RuntimeError, match=message):
+            flash_ext.decode(*(t.to(device) for t in (q, k_cache, v_cache)), **to_device(call, device))
 
 
 def test_fakes_fix_no_size() -> None:
@@ -675,6 +704,8 @@ def test_vmap_over_nothing(device: str, looped: bool) -> None:
     outs, lses = (x.new_empty(0, 3, *x.shape) for x in expected)
     out, lse = torch.vmap(flash_ext.merge)(outs, lses)
     assert out.shape == (0, *expected[0].shape) and lse.shape == (0, *expected[1].shape)
+    with pytest.raises(RuntimeError, match=r"k\.size\(0\) must equal q\.size\(0\)"):
+        torch.vmap(lambda q: flash_ext.attention(q, k[:1], v[:1], **options), in_dims=1)(none)
     if not looped:
         (grad,) = torch.autograd.grad(torch.vmap(attend, in_dims=1)(none)[0].sum(), none)
         assert grad.shape == none.shape

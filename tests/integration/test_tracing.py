@@ -114,6 +114,8 @@ def test_lengths_are_not_read_while_somebody_looks(name: str) -> None:
     assert_close(torch.vmap(function)(torch.stack([x, x]), torch.stack([cu_seqlens, others]))[1], expected)
     with FakeTensorMode() as mode:
         assert function(mode.from_tensor(x), mode.from_tensor(others)).shape == expected.shape
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert function(x, others).shape == expected.shape
 
 
 def test_lengths_are_read_beside_modes_that_do_not_trace() -> None:

@@ -5,7 +5,7 @@
 
 namespace flash_ext::cpu {
 
-/// Writes k and v behind the cached rows, and writes q_rotated and seqused_k_after. Token t of k is rotated by the
+/// Writes k and v after the cached rows, and writes q_rotated and seqused_k_after. Token t of k is rotated by the
 /// position cached length + t, left padding included; q is rotated as rotate_q_by_position says.
 void append_to_cache(const AppendParams& params, ParallelFor parallel_for);
 

@@ -7,7 +7,7 @@
 
 namespace flash_ext::cpu {
 
-/// Writes every element of all four tensors; entries behind the last block are 0.
+/// Writes every element of all four tensors; entries past the last block are 0.
 void interval_block_lists(const IntervalListsParams& params, ParallelFor parallel_for);
 
 /// Writes every element of all four tensors, as above.

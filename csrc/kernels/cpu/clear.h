@@ -1,4 +1,4 @@
-// Clears rows that belong to no sequence, or lie behind its used part: out 0, lse -inf, gradients 0. The other kernels
+// Clears rows that belong to no sequence, or lie past its used part: out 0, lse -inf, gradients 0. The other kernels
 // write only rows of sequences, so where there can be other rows, everything is cleared first.
 #pragma once
 

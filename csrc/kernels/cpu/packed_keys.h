@@ -11,7 +11,7 @@
 namespace flash_ext::cpu::FLASH_EXT_ISA {
 
 struct PackedTile {
-  uint16_t* k = nullptr;          // (kBlockN, padded head_dim), zero behind the last key
+  uint16_t* k = nullptr;          // (kBlockN, padded head_dim), zero past the last key
   uint16_t* v_columns = nullptr;  // (padded head_dim_v, kBlockN)
 };
 

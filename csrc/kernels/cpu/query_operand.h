@@ -26,7 +26,7 @@ class QueryOperand {
 
   bool in_halves() const { return in_halves_; }
 
-  /// Loads `count` rows, and zeros into the lanes behind them. `row` holds a row, `halves` the rows of a panel for
+  /// Loads `count` rows, and zeros into the lanes after them. `row` holds a row, `halves` the rows of a panel for
   /// matrix units.
   template <class Address>
   void load_rows(DType dtype, int64_t count, const Address& address, T* row, uint16_t* halves) {

@@ -99,7 +99,7 @@ void load_keys(RowTile<T>& tile, const TensorView& view, DType dtype, const Sequ
       for (int64_t d = tile.dim; d < tile.stride; ++d) to[d] = 0;
     }
   }
-  if (tile.in_halves) {  // rows behind the last key meet weights of 0, and must be finite
+  if (tile.in_halves) {  // rows past the last key meet weights of 0, and must be finite
     __builtin_memset(tile.halves + (end - begin) * tile.half_stride, 0,
                      (kBlockN - (end - begin)) * tile.half_stride * sizeof(uint16_t));
   } else {

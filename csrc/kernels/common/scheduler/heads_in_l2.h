@@ -6,8 +6,8 @@
 
 namespace flash_ext {
 
-/// How much of what several heads read should stay in L2, of the 50 MB of an H100 or H200. Smaller sections gain nothing
-/// (docs/kernels/block_sparse.md, "Rejected designs").
+/// How much of what several heads read should stay in L2, of the 50 MB of an H100 or H200. Smaller sections gain
+/// nothing (docs/kernels/block_sparse.md, "Rejected designs").
 constexpr int64_t kBytesInL2 = 32 << 20;
 
 /// Heads of q, in whole groups that share a key head, one group at least. key_bytes: of a key head.

@@ -9,9 +9,9 @@ namespace flash_ext {
 struct KeySplits {
   static constexpr int32_t kWholeShare = 1 << 16;
 
-  int64_t first_tile = 0;      // in the order of query tiles; tiles before it are not split
-  int32_t tiles = 0;           // query tiles that are split; 0: none
-  int32_t unsplit_behind = 0;  // tiles after these, which are not split
+  int64_t first_tile = 0;     // in the order of query tiles; tiles before it are not split
+  int32_t tiles = 0;          // query tiles that are split; 0: none
+  int32_t unsplit_after = 0;  // tiles after these, which are not split
   int32_t long_splits = 0;
   int32_t short_splits = 0;
   int32_t short_share = 0;  // of kWholeShare: the keys of a short split; long ones share the rest

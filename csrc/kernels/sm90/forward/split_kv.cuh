@@ -91,9 +91,9 @@ struct SplitKvSchedule : ForwardSchedule {
   __device__ __forceinline__ SplitOfTile split_at(int64_t position) const {
     uint32_t at = static_cast<uint32_t>(position - splits.first_tile);
     if (at >= long_positions) {
-      at -= splits.unsplit_behind;
+      at -= splits.unsplit_after;
       if (static_cast<int32_t>(at) < static_cast<int32_t>(long_positions))
-        return {static_cast<int>(at + splits.unsplit_behind - long_positions), -1};
+        return {static_cast<int>(at + splits.unsplit_after - long_positions), -1};
     }
     return {static_cast<int>(at % splits.tiles), static_cast<int>(at / splits.tiles)};
   }

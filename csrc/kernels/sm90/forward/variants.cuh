@@ -38,7 +38,7 @@ void launch_range(const ForwardCall& call) {
   // that writes it. That one starts when all before it have ended, so every tensor is there, and the scheduler waits
   // for the counter or list. Without them, the previous kernel may be writing tensors. A kernel with kSplitsKv then
   // waits for it before it reads any (forward_kernel()), except for the first work tile: making it reads lengths and
-  // indices of cache entries, where these lie on the device.
+  // indices of cache entries, where these lie on the device. Calls that have such do not overlap.
   const bool overlaps_previous =
       schedule.taken || (Config::kSplitsKv && has_equal_lengths(p) && !p.seq.cache_batch_idx);
   const auto arguments = [&]() -> typename ForwardParameters<Config>::Call {
