@@ -3,8 +3,8 @@
 Beyond flash-attn: float32 (and float64 on CPU), a head_dim of v that differs, pages of any size, and a ``softmax_lse``
 that is differentiable. Differences: queries that see nothing have softmax_lse -inf, where flash-attn says +inf;
 ``S_dmask`` holds the true probabilities and is not rounded up in size. Deterministic algorithms are also used where
-``torch.use_deterministic_algorithms`` asks for them. window_size accepts -1 (unlimited); other negative
-values raise, as does a negative softcap.
+``torch.use_deterministic_algorithms`` asks for them. window_size accepts -1 (unlimited); other negative values raise,
+as does a negative softcap.
 
 As in flash-attn, an integer may be a tensor of one, and window_size a tensor of two: the host reads them.
 """

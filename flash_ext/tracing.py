@@ -11,7 +11,7 @@ from flash_ext.torch_private import is_fake_mode, is_proxy_tracing, is_tracing, 
 
 def can_read(x: Tensor) -> bool:
     """Whether the host can read values of ``x`` without waiting: not on a GPU, not of a fake or meta tensor, and not
-    while a compiler, a tracer or vmap looks. Code that may not has to do with a bound."""
+    while a compiler, a tracer or vmap looks. Where it cannot, a bound must do."""
     if torch.compiler.is_compiling():
         return False  # first, because a compiler cannot look into what follows
     if x.device.type != "cpu" or type(x) not in (Tensor, Parameter):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 
-from benchmarks.pages.records import NAMES, find, record_of, rows_of
+from benchmarks.pages.records import NAMES, find, per_cent_less, record_of, rows_of
 
 
 def decode_rows() -> list[str]:
@@ -19,7 +18,7 @@ def decode_rows() -> list[str]:
 def decodes_lost_to_cudnn() -> list[str]:
     """In how many of how many rows it takes less time, and how much less at most: in per cent, rounded up."""
     ratios = [row.ratios()["cudnn"] for row in record_of("h200_decode.json").rows if "cudnn" in row.measured]
-    return [str(sum(ratio < 1 for ratio in ratios)), str(len(ratios)), str(math.ceil(100 * (1 - min(ratios))))]
+    return [str(sum(ratio < 1 for ratio in ratios)), str(len(ratios)), str(per_cent_less(min(ratios)))]
 
 
 def decode_cells(header: list[str], line: list[str]) -> list[str]:

@@ -45,7 +45,7 @@ def encoder_cells(header: list[str], line: list[str]) -> list[str]:
 
 def model_cells(header: list[str], line: list[str]) -> list[str]:
     """ms of a step; behind ours the quartiles of its calls."""
-    (row,) = (row for row in record_of("h200_models.json").rows if row.label.replace("x", TIMES) == line[0])
+    (row,) = (row for row in record_of("h200_models.json").rows if row.label == line[0].replace(TIMES, "x"))
     times = [
         None if name not in row.measured else f"{row.measured[name]:.1f}" for name in map(names_in_models, header[1:])
     ]

@@ -57,6 +57,11 @@ def bounds(ratios: Sequence[float], digits: int) -> list[str]:
     return [f"{value:.{digits}f}" for value in (min(ratios), max(ratios))]
 
 
+def per_cent_less(ratio: float) -> int:
+    """How much less time a peer takes whose time over ours is ``ratio``, rounded up."""
+    return math.ceil(100 * (1 - ratio))
+
+
 def times_as_fast(file: str, peer: str, **problem: Any) -> list[str]:
     return bounds_of_speed((r for r in record_of(file).rows if problem.items() <= r.problem.items()), peer)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from benchmarks import report
 from benchmarks.pages.figures import Section, command_of, line_of
 from benchmarks.pages.places import PERFORMANCE
-from benchmarks.pages.records import geometric_mean, record_of
+from benchmarks.pages.records import geometric_mean, per_cent_less, record_of
 
 SHAPES = "h200_shapes.json"
 
@@ -40,7 +38,7 @@ def most_behind() -> list[str]:
     """How much less time FlashAttention-3 and cuDNN take where they are furthest ahead: in per cent, rounded up."""
     rows = record_of(SHAPES).rows
     least = (min(row.ratios()[peer] for row in rows if peer in row.measured) for peer in ("fa3", "cudnn"))
-    return [str(math.ceil(100 * (1 - ratio))) for ratio in least]
+    return [str(per_cent_less(ratio)) for ratio in least]
 
 
 SHAPES_SECTION = Section(PERFORMANCE, "\n## Shapes that users have\n", before="\n## Grouped heads\n", lines=shape_lines)

@@ -22,8 +22,8 @@ def sparse_lines() -> list[str]:
     masks = [mask for mask in masks if mask not in others]
     lines = [
         f"Efficiency of block masks, 128 {TIMES} 128: the density of the mask times the dense call's time over the",
-        "masked call's, in per cent. 100 says that hidden blocks cost nothing. The last column: the time of FlexAttention,",
-        "compiled, over flash-ext's with the same blocks, as a geometric mean over the masks of the row, and the least.",
+        "masked call's, in per cent. 100 says that hidden blocks cost nothing. The last column: FlexAttention's time,",
+        "compiled, over flash-ext's with the same blocks, as a geometric mean over the row's masks, and the least.",
         f"By `{command_of(record)}`,",
         f"in `benchmarks/results/{SPARSE}`.",
         "",

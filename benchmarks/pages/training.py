@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from benchmarks.pages.records import (
     Row,
     find,
     geometric_mean,
+    per_cent_less,
     record_of,
     rows_of,
 )
@@ -110,7 +110,7 @@ def lost_backwards_to_fa3() -> list[str]:
     far we are behind in three of four, at most: in per cent, rounded up."""
     shapes = [row["problem"] for row in training_rows("backward")]
     spreads = [row.ratio_spread["fa3"] for row in record_of("h200_backward.json").rows if row.problem in shapes]
-    behind = [math.ceil(100 * (1 - spread["lower"])) for spread in spreads if spread["upper"] < 1]
+    behind = [per_cent_less(spread["lower"]) for spread in spreads if spread["upper"] < 1]
     return [str(len(behind)), str(TRAINING_ROWS), str(max(behind, default=0))]
 
 

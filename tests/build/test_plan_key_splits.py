@@ -147,9 +147,7 @@ def test_chunks_of_prompts_split_their_keys(sizes: tuple[int, ...], expected: tu
     splits, batch, queries, heads = chosen.key_splits, sizes[0], sizes[1], sizes[3]
     tiles = batch * heads * math.ceil(queries / chosen.block_m)
     assert (splits.unsplit_after, splits.long_splits, splits.short_splits) == expected
-    assert (
-        splits.first_tile == tiles - tiles % 132 and splits.first_tile + splits.tiles + splits.unsplit_after == tiles
-    )
+    assert splits.first_tile == tiles - tiles % 132 and splits.first_tile + splits.tiles + splits.unsplit_after == tiles
     assert splits.short_splits * splits.short_share < 1
     assert any(reason.startswith(f"split-KV: {tiles} query tiles on 132 CTAs") for reason in chosen.reasons)
 
