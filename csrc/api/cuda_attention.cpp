@@ -18,6 +18,7 @@
 #include "kernels/sm90/bias_gradient/bias_gradient.h"
 #include "kernels/sm90/forward/forward.h"
 #include "kernels/sm90/forward_f32/forward_f32.h"
+#include "kernels/sm90/forward_short/forward_short.h"
 #include "tensors.h"
 
 namespace flash_ext::api {
@@ -93,6 +94,8 @@ void run_main_forward(const Tensor& like, const plan::Plan& plan, const ForwardP
         like, sm90::forward_workspace_bytes(params, block_n, splits),
         [&](void* workspace, cudaStream_t stream) { sm90::forward(params, block_n, splits, workspace, stream); });
   }
+  if (plan.kernel == plan::KernelId::kSm90ForwardShort)
+    return sm90::forward_short(params, plan.block_n, stream_of(like));
   if (plan.kernel == plan::KernelId::kSm90ForwardF32) {
     return with_workspace(like, sm90::forward_f32_workspace_bytes(params),
                           [&](void* workspace, cudaStream_t stream) { sm90::forward_f32(params, workspace, stream); });

@@ -7,6 +7,7 @@
 #include "features.h"
 #include "kernels/sm90/backward_short/shape.h"
 #include "kernels/sm90/common/backward/shape.h"
+#include "kernels/sm90/forward_short/shape.h"
 #include "names.h"
 #include "sm80_tiles.h"
 #include "sm90_tiles.h"
@@ -59,6 +60,10 @@ constexpr char kSixInBf16[] = "six in bfloat16", kThreeInTf32[] = "three in TF32
 // For each task, the first row that fits is taken. A kernel has several rows where wider heads leave room for fewer
 // features, or where another task has other needs.
 constexpr KernelRow kTable[] = {
+    {KernelId::kSm90ForwardShort, "sm90/forward_short", &kHopper, kForward, kHalf, sm90::kForwardShortHeadDim,
+     kAnyShape | kOwnValueDim | kDeterministic,
+     "wgmma and TMA, for compute capability 9.0; sequences are short, and the kernel's code is small",
+     choose_sm90_forward_short_tiles, nullptr, nullptr, false, true, DecodeSplits::kForSms, is_short_sm90_forward},
     {KernelId::kSm90Forward, "sm90/forward", &kHopper, kForward, kHalf, 256, kSm90Forward, kWgmmaAndTma,
      choose_sm90_forward_tiles, nullptr, nullptr, false, true},
     {KernelId::kSm90ForwardF32, "sm90/forward_f32", &kHopper, kForward, kFloat, 256, kSm90F32 | kDeterministic, kWgmma,

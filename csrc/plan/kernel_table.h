@@ -26,6 +26,7 @@ enum class KernelId {
   kSm80Weights,
   kSm80BiasGradient,
   kSm90Forward,
+  kSm90ForwardShort,
   kSm90ForwardF32,
   kSm90Backward,
   kSm90BackwardPersistent,

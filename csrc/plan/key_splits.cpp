@@ -109,6 +109,11 @@ class KeySplitsPlanner {
     return best;
   }
 
+  /// Cycles of the call with these splits.
+  double cycles(const KeySplits& splits) const {
+    return whole_waves() + end(splits) + static_cast<double>(splits.tiles * splits.per_tile()) * partial_cycles_;
+  }
+
   int64_t all_tiles() const { return all_tiles_; }
   int64_t ctas() const { return ctas_; }
 
@@ -130,11 +135,14 @@ class KeySplitsPlanner {
     return cycles / static_cast<double>(ctas_);
   }
 
+  /// Cycles of all waves before the tail.
+  double whole_waves() const {
+    return static_cast<double>(all_tiles_ - tail_) / static_cast<double>(ctas_) * (rows_.front().cycles + kEndCycles);
+  }
+
   /// Cycles that idle SMs are worth, since they save watts: none if many SMs are idle.
   double loaded_cycles() const {
-    const double whole_waves =
-        static_cast<double>(all_tiles_ - tail_) / static_cast<double>(ctas_) * (rows_.front().cycles + kEndCycles);
-    const double loaded = (whole_waves + least_end()) / (whole_waves + end({}));
+    const double loaded = (whole_waves() + least_end()) / (whole_waves() + end({}));
     return kSavedByIdle * std::max(loaded - kLoadedFrom, 0.0) / (1.0 - kLoadedFrom);
   }
 
@@ -247,20 +255,33 @@ struct KeySplitsKey {
   bool operator==(const KeySplitsKey& other) const { return values == other.values; }
 };
 
-/// Chooses the splits and keeps the last choice: it takes up to 25 microseconds, and a model asks for the same one in
-/// every layer.
-KeySplits choose_once(const Problem& p, const sm90::HeadDims& dims, const sm90::ForwardShape& shape) {
-  thread_local std::optional<std::pair<KeySplitsKey, KeySplits>> last;
+struct KeySplitsChoice {
+  KeySplits splits;
+  double cycles = 0;  // of the call
+};
+
+/// Chooses the splits and keeps the last choices: one takes up to 25 microseconds, and a model asks for the same ones
+/// in every layer.
+KeySplitsChoice choose_once(const Problem& p, const sm90::HeadDims& dims, const sm90::ForwardShape& shape) {
+  using Choice = std::optional<std::pair<KeySplitsKey, KeySplitsChoice>>;
+  thread_local std::array<Choice, 4> last;  // of two calls in turn, each with two shapes
+  thread_local size_t oldest = 0;
   const KeySplitsKey key(p, dims, shape);
-  if (!last || !(last->first == key)) last.emplace(key, KeySplitsPlanner(p, dims, shape).choose());
-  return last->second;
+  for (const Choice& choice : last)
+    if (choice && choice->first == key) return choice->second;
+  const KeySplitsPlanner planner(p, dims, shape);
+  const KeySplits splits = planner.choose();
+  Choice& choice = last[oldest];
+  oldest = (oldest + 1) % last.size();
+  choice.emplace(key, KeySplitsChoice{splits, planner.cycles(splits)});
+  return choice->second;
 }
 
 }  // namespace
 
 KeySplitsPlan plan_key_splits(const Problem& problem, const sm90::HeadDims& dims, const sm90::ForwardShape& shape,
                               bool explain) {
-  const KeySplits splits = choose_once(problem, dims, shape);
+  const KeySplits splits = choose_once(problem, dims, shape).splits;
   if (!explain || splits.tiles == 0) return {splits, ""};
   const KeySplitsPlanner planner(problem, dims, shape);
   const int64_t share = splits.short_splits > 0 ? KeySplits::kWholeShare / std::max(splits.short_share, 1) : 0;
@@ -268,6 +289,10 @@ KeySplitsPlan plan_key_splits(const Problem& problem, const sm90::HeadDims& dims
           text("split-KV: ", planner.all_tiles(), " query tiles on ", planner.ctas(), " CTAs; the keys of ",
                splits.tiles, " are split into ", splits.long_splits, " long split", splits.long_splits == 1 ? "" : "s",
                splits.short_splits == 0 ? text("") : text(" and ", splits.short_splits, " of 1/", share, " of them"))};
+}
+
+double forward_cycles(const Problem& problem, const sm90::HeadDims& dims, const sm90::ForwardShape& shape) {
+  return choose_once(problem, dims, shape).cycles;
 }
 
 }  // namespace flash_ext::plan

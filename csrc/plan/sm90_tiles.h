@@ -7,6 +7,7 @@
 namespace flash_ext::plan {
 
 void choose_sm90_forward_tiles(Draft& draft);
+void choose_sm90_forward_short_tiles(Draft& draft);
 void choose_sm90_cache_tiles(Draft& draft);
 void choose_sm90_forward_f32_tiles(Draft& draft);
 void choose_sm90_backward_tiles(Draft& draft);
@@ -25,6 +26,8 @@ BackwardTiles sm90_backward_options_tiles(const Problem& p);
 BackwardTiles sm90_backward_wide_tiles(const Problem& p);
 BackwardTiles sm90_backward_f32_tiles(const Problem& p);
 
+/// Whether sm90/forward_short serves the lengths of a problem.
+bool is_short_sm90_forward(const Problem& p);
 /// Whether sm90/backward, whose products overlap, serves the options of a problem.
 bool overlaps_sm90_backward(const Problem& p);
 /// Whether the persistent kernel serves the block mask of a problem, if it has one.

@@ -120,8 +120,8 @@ def test_the_kernel_for_hopper_is_that_of_the_next_head_dims(head_dim: int, head
     ],
 )
 def test_the_keys_of_a_tile_on_hopper(fields: dict[str, Any], block_n: int) -> None:
-    found = hopper_plan(**fields)
-    assert found.block_n == block_n
+    found = hopper_plan(batch=64, **fields)
+    assert (found.kernel, found.block_n) == ("sm90/forward", block_n)
     assert any(f"x {block_n}:" in reason for reason in found.reasons)
 
 

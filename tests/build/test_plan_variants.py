@@ -176,7 +176,7 @@ def test_tiles_of_the_forward_for_all(capability: int, rows: int) -> None:
             {"seqlen_q": 512, "window_right": 0},  # two waves of three tiles on 132 SMs: the last 88 heads
             "one head after the other, so that keys stay in L2; of the last 88 heads together, most keys first",
         ),
-        ({"seqlen_q": 512, "window_right": 0, "batch": 1}, "all heads side by side, most keys first"),
+        ({"seqlen_q": 768, "window_right": 0, "batch": 1}, "all heads side by side, most keys first"),
         ({"seqlen_q": 576, "heads_kv": 4}, "4 heads side by side, so that keys stay in L2"),
         ({"seqlen_q": 4096, "varlen": True}, "16 heads side by side, so that keys stay in L2"),  # of 2 MiB each
     ],

@@ -1,4 +1,7 @@
-"""Sequences of few queries, many of them: on Hopper small tiles, so that no warpgroup is without rows."""
+"""Sequences of few queries, many of them: on Hopper small tiles, so that no warpgroup is without rows.
+
+Dense ones of up to 128 queries and keys run another kernel (test_forward_short.py).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,16 @@ import pytest
 import torch
 
 import flash_ext
-from tests.oracle import Call, assert_matches_oracle, int32, make_call, make_varlen_call, random, run_library
+from tests.oracle import (
+    Call,
+    assert_matches_oracle,
+    explained_on_hopper,
+    int32,
+    make_call,
+    make_varlen_call,
+    random,
+    run_library,
+)
 
 HALF = [torch.bfloat16, torch.float16]
 MASKS: dict[str, dict[str, Any]] = {
@@ -21,8 +33,9 @@ TILES = {64: (64, 64), 128: (256, 32)}  # by head_dim: queries and keys
 
 def check(call: Call, head_dim: int) -> None:
     """In the tiles that are meant, and the same bits again."""
-    plan = flash_ext.explain(call.q, call.k, call.v, **call.options).plan
-    assert plan.kernel != "sm90/forward" or (plan.block_m, plan.block_n) == TILES[head_dim]
+    if explained := explained_on_hopper(call):
+        plan = explained.plan
+        assert (plan.kernel, plan.block_m, plan.block_n) == ("sm90/forward", *TILES[head_dim])
     first = assert_matches_oracle(call, gradients_of=())
     again = run_library(call)
     assert torch.equal(again["out"], first["out"]) and torch.equal(again["lse"], first["lse"])
@@ -37,10 +50,10 @@ def sequences(device: str) -> int:
 @pytest.mark.parametrize(
     ("head_dim", "queries", "keys"),
     [
-        (64, 1, 1),
-        (64, 64, 64),
+        (64, 1, 129),
+        (64, 64, 300),
         (64, 100, 300),
-        (64, 128, 128),
+        (64, 320, 33),
         (64, 300, 384),
         (64, 384, 384),
         (128, 193, 193),
@@ -57,15 +70,17 @@ def test_lengths(device: str, dtype: torch.dtype, head_dim: int, queries: int, k
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(8, 8), (40, 64), (64, 24)], ids=str)
 def test_narrow_heads(device: str, head_dim: int, head_dim_v: int) -> None:
-    call = make_call(sequences(device), 70, 90, 8, 8, head_dim, head_dim_v, dtype=torch.bfloat16, device=device)
-    check(call.with_options(sink=random(8, device=device)), 64)
+    call = make_call(sequences(device), 300, 90, 16, 16, head_dim, head_dim_v, dtype=torch.bfloat16, device=device)
+    check(call.with_options(sink=random(16, device=device)), 64)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("place", [3, 100])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_scores_that_overflow(device: str, dtype: torch.dtype, head_dim: int, place: int) -> None:
-    call = make_call(sequences(device), 128 if head_dim == 64 else 256, 130, 4, 4, head_dim, dtype=dtype, device=device)
+    call = make_call(
+        sequences(device), 320 if head_dim == 64 else 256, 130, 16, 16, head_dim, dtype=dtype, device=device
+    )
     call.k[1, place] = 80.0
     check(call, head_dim)
 
@@ -94,7 +109,7 @@ def test_a_captured_graph_of_copies_and_calls(device: str) -> None:
     """A call behind a copy, a fill and another call: it starts beside the end of none but the last."""
     if device == "cpu":
         pytest.skip("graphs are CUDA's")
-    x = random(40, 128, 8, 64, dtype=torch.bfloat16, device=device)
+    x = random(40, 320, 8, 64, dtype=torch.bfloat16, device=device)
     expected = flash_ext.attention(flash_ext.attention(x, x, x), x, x)
     place, out = torch.empty_like(x), torch.empty_like(x)
     flash_ext.attention(x, x, x)
@@ -110,7 +125,7 @@ def test_a_captured_graph_of_copies_and_calls(device: str) -> None:
 
 def test_calls_that_follow_each_other(device: str) -> None:
     """Each starts beside the end of the one before, whose out it reads."""
-    x = random(sequences(device), 128, 8, 64, dtype=torch.bfloat16, device=device)
+    x = random(sequences(device), 320, 8, 64, dtype=torch.bfloat16, device=device)
     found, expected = x, x
     for _ in range(6):
         found = flash_ext.attention(found, found, found)

@@ -80,7 +80,7 @@ def test_a_rest_of_few_queries(
 def test_head_dims_between_those_of_kernels(
     device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, mask: dict[str, Any]
 ) -> None:
-    call = make_call(2, 260, 500, 4, 2, head_dim, head_dim_v, dtype=dtype, device=device, **mask)
+    call = make_call(2, 260, 800, 4, 2, head_dim, head_dim_v, dtype=dtype, device=device, **mask)
     assert_hoppers_own_forward(call)
     for name in ("q", "k", "v"):  # what lies beside the columns is nobody's
         tensor = getattr(call, name)
@@ -119,7 +119,7 @@ def test_first_keys_at_the_edge_of_a_tile(
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_rows_of_nan_leave_the_others_alone(device: str, head_dim: int, dtype: torch.dtype) -> None:
-    call = make_call(1, 150, 700, 2, 2, head_dim, dtype=dtype, device=device)
+    call = make_call(1, 150, 800, 2, 2, head_dim, dtype=dtype, device=device)
     assert_hoppers_own_forward(call)
     before = run_library(call)
     call.q[:, 40] = torch.nan
@@ -237,7 +237,7 @@ def test_gradients_of_many_packed_sequences(device: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("head_dim", [64, 96, 192, 256])
 def test_a_value_of_the_future_many_tiles_on(device: str, head_dim: int, poison: float, dtype: torch.dtype) -> None:
     column = head_dim - 5
-    call = make_call(1, 400, 400, 2, 2, head_dim, dtype=dtype, device=device, causal=True)
+    call = make_call(1, 800, 800, 2, 2, head_dim, dtype=dtype, device=device, causal=True)
     assert_hoppers_own_forward(call)
     before = run_library(call)["out"]
     for row in (50, 210, 333):

@@ -26,6 +26,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="profiles C
 # is beside the point.
 FUNCTIONS: dict[str, tuple[str, ...]] = {
     "sm90/forward": ("forward_kernel",),
+    "sm90/forward_short": ("forward_short_kernel",),
     "sm90/forward_f32": ("forward_f32_kernel",),
     "sm90/backward": ("backward_kernel",),
     "sm90/backward_options": ("backward_kernel",),
@@ -300,7 +301,7 @@ def test_nothing_takes_turns_where_dq_is_not_asked_for() -> None:
 
 def test_the_kernel_family_of_a_test(device: str, kernel_family: str) -> None:
     """A GPU's own kernels, and those for all GPUs, as the fixture says."""
-    call = make_call(2, 256, 256, 4, 2, 64, dtype=torch.bfloat16, device=device)
+    call = make_call(2, 800, 800, 4, 2, 64, dtype=torch.bfloat16, device=device)
     plan = flash_ext.explain(call.q, call.k, call.v).plan
     assert plan.kernel == f"{kernel_family or 'cpu'}/forward"
     if device == "cuda":

@@ -62,6 +62,17 @@ def test_caches_and_pages(device: str, dtype: torch.dtype, head_dim: int, page_s
             assert_kernel(call, "sm90/forward", block_n=64 if head_dim == 64 else 80)
 
 
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_few_query_tiles(device: str, dtype: torch.dtype, page_size: int | None) -> None:
+    """A tile of 128 queries for nearly each of 132 SMs, on Hopper."""
+    heads = 2 if device == "cpu" else 32
+    options = dict(cache_seqlens=int32([1003], device), window_right=0)
+    sizes = (1, 512, 1152, heads, heads // 2, 128)
+    call = in_pages(make_decode(*sizes, device=device, dtype=dtype, **options), page_size)
+    assert_decode_matches(call, num_splits=0)
+    assert_kernel(call, "sm90/forward", block_n=128)
+
+
 @pytest.mark.parametrize("page_size", [None, 64])
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(72, 40), (128, 64), (24, 136), (200, 256)])
 def test_head_dims(device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int | None) -> None:

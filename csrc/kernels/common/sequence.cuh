@@ -42,6 +42,27 @@ struct TileSpan {
   int begin, end, full_begin, full_end;
 };
 
+/// How far a side of a window reaches; unlimited is farther than any distance in the sequence.
+FLASH_EXT_HOST_DEVICE int window_reach(int64_t side, int seqlen_q, int seqlen_k) {
+  const int farthest = seqlen_q + seqlen_k;
+  return side < 0 || side > farthest ? farthest : static_cast<int>(side);
+}
+
+/// What all sequences of a call share, where the host knows their lengths.
+struct EqualSequences {
+  int seqlen_q, seqlen_k;
+  int left, right, offset;  // as Sequence has them
+  int group;                // query heads of a key head
+
+  explicit EqualSequences(const AttentionParams& p)
+      : seqlen_q(static_cast<int>(p.seqlen_q)),
+        seqlen_k(static_cast<int>(p.seqlen_k)),
+        left(window_reach(p.window.left, seqlen_q, seqlen_k)),
+        right(window_reach(p.window.right, seqlen_q, seqlen_k)),
+        offset(p.window.top_left ? 0 : seqlen_k - seqlen_q),
+        group(static_cast<int>(p.heads_q / p.heads_kv)) {}
+};
+
 /// A sequence of a call, and one of its query heads.
 struct Sequence {
   int batch, head, head_kv;
@@ -68,6 +89,21 @@ struct Sequence {
     if (lie_on_device(p.seq)) read(p);
     take_window(p);
   }
+
+  /// Takes what the host has computed.
+  __device__ __forceinline__ Sequence(const EqualSequences& all, int batch, int head)
+      : batch(batch),
+        head(head),
+        head_kv(all.group == 1 ? head : head / all.group),
+        seqlen_q(all.seqlen_q),
+        seqlen_k(all.seqlen_k),
+        leftpad(0),
+        cache_row(batch),
+        q_begin(0),
+        k_begin(0),
+        left(all.left),
+        right(all.right),
+        offset(all.offset) {}
 
   __device__ __forceinline__ int64_t lse_offset(const LseView& lse) const {
     return batch * lse.batch_stride + head * lse.head_stride + q_begin;
@@ -147,14 +183,10 @@ struct Sequence {
 
   __device__ __forceinline__ void take_window(const AttentionParams& p) {
     offset = p.window.top_left ? 0 : seqlen_k - seqlen_q;
-    left = reach(p.window.left);
-    right = reach(p.window.right);
+    left = window_reach(p.window.left, seqlen_q, seqlen_k);
+    right = window_reach(p.window.right, seqlen_q, seqlen_k);
   }
 
-  __device__ __forceinline__ int reach(int64_t side) const {
-    const int farthest = seqlen_q + seqlen_k;
-    return side < 0 || side > farthest ? farthest : static_cast<int>(side);
-  }
   __device__ __forceinline__ static int clamped(int x, int low, int high) { return max(min(x, high), low); }
 
   /// The length of a packed sequence, no longer than max_seqlen says: the grid covers no more.

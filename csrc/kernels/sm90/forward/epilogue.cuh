@@ -3,9 +3,8 @@
 
 #include "kernels/common/sanitise.cuh"
 #include "kernels/common/score/max_logit.cuh"
-#include "kernels/common/score/row_end.cuh"
-#include "kernels/ptx/arithmetic.h"
 #include "kernels/ptx/reread.h"
+#include "kernels/sm90/common/row_end.cuh"
 #include "kernels/sm90/common/store_rows.cuh"
 #include "rows.cuh"
 #include "split_kv.cuh"
@@ -22,15 +21,6 @@ __device__ __forceinline__ float trace_of_row(const float (&out)[kD][4], int r) 
   for (int d = 0; d < kD; ++d)
     traces[d % kChains] = fmaf(0.0f, out[d][2 * r], fmaf(0.0f, out[d][2 * r + 1], traces[d % kChains]));
   return traces[0] + traces[1] + (traces[2] + traces[3]);
-}
-
-/// finish_row() without a sink, to a unit or two in the last place, and without branches. The sum is 0 or at least the
-/// least normal number.
-__device__ __forceinline__ RowEnd finish_row_approx(float stabiliser, float sum) {
-  const bool none = sum == 0.0f, infinite = stabiliser == INFINITY;
-  const float scale = infinite ? NAN : ptx::reciprocal_approx(sum);
-  const float lse = infinite ? INFINITY : (stabiliser + ptx::log2_approx(sum)) * kLn2;
-  return {none ? 0.0f : scale, none ? -INFINITY : lse};
 }
 
 template <class Config>

@@ -14,7 +14,7 @@ namespace flash_ext::sm90 {
 
 /// Returns the shape whose tiles have block_m queries and block_n keys.
 constexpr ForwardShape forward_shape_with(const HeadDims& dims, int64_t block_m, int64_t block_n) {
-  for (const ForwardTiles tiles : {ForwardTiles::kFewKeys, ForwardTiles::kFewQueries}) {
+  for (const ForwardTiles tiles : {ForwardTiles::kFewKeys, ForwardTiles::kFewQueries, ForwardTiles::kFewTiles}) {
     const ForwardShape shape = forward_shape(dims, tiles);
     if (shape.warpgroups * kWarpgroupRows == block_m && shape.block_n == block_n) return shape;
   }

@@ -64,12 +64,14 @@ struct ForwardShape {
 };
 
 /// The shapes that a kernel may have: for many keys; for few keys, which fill smaller tiles better; for sequences of
-/// few queries, which would leave warpgroups of a large CTA without rows.
-enum class ForwardTiles { kManyKeys, kFewKeys, kFewQueries };
+/// few queries, which would leave warpgroups of a large CTA without rows; for few query tiles, which smaller ones
+/// spread better over the SMs.
+enum class ForwardTiles { kManyKeys, kFewKeys, kFewQueries, kFewTiles };
 
 /// Whether a kernel has a shape of its own for such tiles.
 constexpr bool has_tiles(const HeadDims& dims, ForwardTiles tiles) {
   if (tiles == ForwardTiles::kFewQueries) return dims.qk == 64 || dims.qk == 128;
+  if (tiles == ForwardTiles::kFewTiles) return dims.qk == 128;
   return tiles == ForwardTiles::kManyKeys || dims.qk == 128 || dims.qk == 256;
 }
 
@@ -93,6 +95,8 @@ constexpr ForwardShape forward_shape(const HeadDims& dims, ForwardTiles tiles = 
       if (tiles == ForwardTiles::kFewKeys) return {3, 64, 4, 4, false, 160, 32};
       // One tile holds a sequence of up to 256 queries. More keys would take registers that four warpgroups lack.
       if (tiles == ForwardTiles::kFewQueries) return {4, 32, 6, 6, false, 112, 32, 0, false, 1, false};
+      // Two warpgroups need wide tiles of keys to keep the tensor cores busy.
+      if (tiles == ForwardTiles::kFewTiles) return {2, 128, 2, 2, false, 232, 40};
       return {3, 80, 3, 3, false, 160, 32};
     case 192:  // out takes 64 or 96 registers beside those of S, so two warpgroups
       if (dims.v <= 128) return {2, 128, 2, 2, true, 232, 40};

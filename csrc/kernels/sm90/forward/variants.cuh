@@ -99,9 +99,12 @@ bool launch_tiles(const ForwardCall& call) {
   return false;
 }
 
-/// Launches a variant that has tiles for many keys and for few, with the tiles that the plan chose.
+/// Launches a variant that has tiles for many keys, for few, and for few query tiles, with those that the plan chose.
 template <class Element, int kHeadDim, int kHeadDimV, ForwardVariant kVariant>
-void run_many_or_few_keys(const ForwardCall& call) {
+void run_planned_tiles(const ForwardCall& call) {
+  if constexpr (kVariant != ForwardVariant::kMaxLogit) {
+    if (launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewTiles, kVariant>(call)) return;
+  }
   if (launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewKeys, kVariant>(call)) return;
   if (!launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kManyKeys, kVariant>(call))
     fail("sm90/forward has no tiles of the shape that was planned");
@@ -114,7 +117,7 @@ void run_range(const ForwardCall& call) {
   if (has_score_options(call.p.softcap, call.p.alibi_slopes != nullptr, call.p.softmax_scale))
     return launch_range<ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kScoreOptions>>(call);
   if (launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewQueries>(call)) return;
-  run_many_or_few_keys<Element, kHeadDim, kHeadDimV, ForwardVariant::kPlain>(call);
+  run_planned_tiles<Element, kHeadDim, kHeadDimV, ForwardVariant::kPlain>(call);
 }
 
 template <class Element, int kHeadDim>
@@ -142,9 +145,9 @@ void run_forward(const ForwardCall& call) {
   } else if constexpr (kFamily == ForwardFamily::kVisible) {
     run_options<Element, kHeadDim>(call);
   } else if constexpr (kFamily == ForwardFamily::kCache) {
-    run_many_or_few_keys<Element, kHeadDim, kHeadDimV, ForwardVariant::kCache>(call);
+    run_planned_tiles<Element, kHeadDim, kHeadDimV, ForwardVariant::kCache>(call);
   } else if constexpr (kFamily == ForwardFamily::kMaxLogit) {
-    run_many_or_few_keys<Element, kHeadDim, kHeadDimV, ForwardVariant::kMaxLogit>(call);
+    run_planned_tiles<Element, kHeadDim, kHeadDimV, ForwardVariant::kMaxLogit>(call);
   } else {
     run_range<Element, kHeadDim, kHeadDimV>(call);
   }
