@@ -1,5 +1,5 @@
-"""``shapes``: TFLOP/s of the shapes that users have, beside the peers: short sequences, chunks of a prompt over dense
-keys or a cache, cross-attention, packed sequences, wide heads.
+"""``shapes``: TFLOP/s of the shapes that users have, beside the peers: short sequences, small batches, chunks of a
+prompt over dense keys or a cache, cross-attention, packed sequences, wide heads.
 
 FLOPs are 4 head_dim for each query head and visible pair, with a triangle of n x n counted as n^2 / 2; backward 2.5
 times that. "flash_ext dense" is the dense call with the tokens of a pack, in sequences as long as its longest: what a
@@ -29,7 +29,7 @@ from benchmarks.timing import Candidate
 from flash_ext.planning import Explanation
 from tests.oracle import Call, cumulative
 
-GROUPS = ("short", "prefill", "cached", "cross", "packed", "wide")
+GROUPS = ("short", "small", "prefill", "cached", "cross", "packed", "wide")
 DIRECTIONS = ("forward", "backward")
 CHUNK_GROUPS = ("prefill", "cached")  # forward only
 DENSE, NO_MAX = f"{OURS} dense", f"{OURS} no max_seqlen"
@@ -65,6 +65,7 @@ class Tables:
 
     short_tokens: int
     short: Mapping[Heads, Sequence[int]]  # lengths
+    small: Mapping[Heads, Sequence[tuple[int, int]]]  # batch, seqlen
     chunks: Sequence[Chunks]
     cross: tuple[int, int, int, Heads]  # batch, queries, keys
     packs: Sequence[Pack]
@@ -92,6 +93,7 @@ PAGES = (0, 16, 64, 256)
 GPU = Tables(
     short_tokens=8192,
     short={H64: (64, 128, 197, 256, 384), H128: (128, 197, 256)},
+    small={heads: ((1, 64), (1, 197), (1, 512), (4, 128), (4, 256), (8, 197)) for heads in (H64, H128)},
     chunks=(
         Chunks(GROUPED, 1, (128, 512, 1024, 2048), (4096, 16384, 32768, 65536), PAGES),
         Chunks((16, 4, 128), 2, (512,), (8192,), PAGES),
@@ -114,6 +116,7 @@ GPU = Tables(
 CPU = Tables(
     short_tokens=64,
     short={(2, 2, 16): (16, 33)},
+    small={(2, 2, 16): ((1, 9),)},
     chunks=(Chunks((4, 2, 16), 1, (16, 40), (32, 64), (0, 8)), Chunks((4, 1, 32), 2, (8,), (48,), (0, 16))),
     cross=(2, 10, 35, (2, 2, 16)),
     packs=(
@@ -161,7 +164,7 @@ class Problem:
 
     @property
     def directions(self) -> Sequence[str]:
-        return DIRECTIONS[:1] if self.group in CHUNK_GROUPS else DIRECTIONS
+        return DIRECTIONS[:1] if self.group in (*CHUNK_GROUPS, "small") else DIRECTIONS
 
     def flops(self, direction: str) -> float:
         sizes = [(n, n) for n in self.lengths] or [(self.seqlen_q, self.seqlen_k)] * self.batch
@@ -196,6 +199,7 @@ def problems(chosen: argparse.Namespace) -> list[Problem]:
     tables = CPU if on_cpu(chosen) else GPU
     of_group = {
         "short": short(tables),
+        "small": small(tables),
         "prefill": chunks(tables, "prefill"),
         "cached": chunks(tables, "cached"),
         "cross": [problem_of("cross", *tables.cross, causal=False)],
@@ -224,6 +228,16 @@ def short(tables: Tables) -> list[Problem]:
         for heads, lengths in tables.short.items()
         for causal in (False, True)
         for n in lengths
+    ]
+
+
+def small(tables: Tables) -> list[Problem]:
+    """Batches of models that serve one request or a few at a time."""
+    return [
+        problem_of("small", batch, n, n, heads, causal=causal)
+        for heads, sizes in tables.small.items()
+        for causal in (False, True)
+        for batch, n in sizes
     ]
 
 

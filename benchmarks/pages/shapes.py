@@ -20,8 +20,8 @@ def shape_lines() -> list[str]:
             of_shape.setdefault(direction, []).append(best)
     lines = [
         "The time of the fastest peer over flash-ext's, as a geometric mean and in the worst row: short sequences,",
-        "chunks of prompts over dense keys and over caches, cross-attention, packed sequences, wide heads. By",
-        f"`{command_of(record)}`,",
+        "small batches, chunks of prompts over dense keys and over caches, cross-attention, packed sequences, wide",
+        f"heads. By `{command_of(record)}`,",
         f"in `benchmarks/results/{SHAPES}`, which has each row and the kernel that runs it. [What the rows",
         "are](benchmarks.md#benchmarks).",
         "",
