@@ -101,6 +101,36 @@ def large_calls() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"large {name} {dtype} {head_dim}", run
 
 
+def forward_tiles() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Forwards in tiles that the sizes above do not choose: of the kernel of short sequences, where Inf in a value
+    makes it go through the keys twice, and those for few query tiles."""
+    sizes = {"short": (2, 300, 330, 4), "short, two warpgroups": (8, 200, 230, 16), "few tiles": (1, 500, 1024, 32)}
+    for dtype, name, causal in itertools.product(DTYPES[1:], sizes, (False, True)):
+
+        def run(dtype: torch.dtype = dtype, name: str = name, causal: bool = causal) -> None:
+            batch, *lengths, heads = sizes[name]
+            for head_dim in (64, 128):
+                call = make_call(batch, *lengths, heads, 2, head_dim, dtype=dtype, device="cuda", causal=causal)
+                call.v[0, 150] = torch.inf
+                run_library(call)
+
+        yield f"forward {name} causal={causal} {dtype}", run
+
+
+def many_packed_calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """So many that the backward's main kernel zeroes sums of dQ, with and without a list of tiles."""
+    lengths = [(41 * k) % 200 for k in range(150)]
+    for head_dim, bound in itertools.product((64, 128, 256), (200, 4096)):
+
+        def run(head_dim: int = head_dim, bound: int = bound) -> object:
+            sizes = {"heads_q": 8, "heads_kv": 4, "head_dim": head_dim, "dtype": torch.bfloat16}
+            call = make_varlen_call(lengths, lengths[::-1], "cuda", **sizes, causal=True)
+            call = call.with_options(max_seqlen_q=bound, max_seqlen_k=bound).with_random_gradients()
+            return run_library(call, ("q", "k", "v"))
+
+        yield f"many packed {head_dim} {bound}", run
+
+
 def packed_calls() -> Iterator[tuple[str, Callable[[], object]]]:
     for dtype, dims, causal in itertools.product(DTYPES, HEAD_DIMS, (False, True)):
 
@@ -250,7 +280,9 @@ def block_lists() -> list[flash_ext.BlockMask]:
 def main() -> int:
     pattern = re.compile(sys.argv[1] if len(sys.argv) > 1 else "")
     count = 0
-    for calls in (attention_calls, short_calls, large_calls, packed_calls, wild_calls, decode_calls, other_calls):
+    kinds = (attention_calls, short_calls, large_calls, forward_tiles, packed_calls, many_packed_calls, wild_calls,
+             decode_calls, other_calls)  # fmt: skip
+    for calls in kinds:
         for name, run in calls():
             if pattern.search(name):
                 print(name, flush=True)
