@@ -25,7 +25,7 @@ SHORT |= {"batch": 500, "seqlen_q": 128, "seqlen_k": 128}
         ({"head_dim": 128, "head_dim_v": 128, "seqlen_q": 64}, (64, 64)),
         # All CTAs run at once: four on each of 132 SMs, or two.
         ({"batch": 11, "seqlen_q": 768, "seqlen_k": 768}, (64, 128)),
-        ({"head_dim": 128, "head_dim_v": 128, "batch": 8, "seqlen_q": 512, "seqlen_k": 512}, (64, 64)),
+        ({"head_dim": 128, "head_dim_v": 128, "batch": 8, "seqlen_q": 512, "seqlen_k": 512}, (64, 128)),
         ({"head_dim": 128, "head_dim_v": 128, "batch": 33, "seqlen_q": 256, "seqlen_k": 256}, (128, 64)),
     ],
 )

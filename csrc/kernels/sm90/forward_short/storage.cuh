@@ -8,12 +8,20 @@
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/ptx/count.h"
+#include "kernels/ptx/tensor_map.h"
 #include "kernels/ptx/tma.h"
 
 namespace flash_ext::sm90 {
 
 struct ForwardShortMaps {
   CUtensorMap q, k, v, out;
+
+  __device__ __forceinline__ void prefetch() const {
+    ptx::prefetch_tensor_map(&q);
+    ptx::prefetch_tensor_map(&k);
+    ptx::prefetch_tensor_map(&v);
+    ptx::prefetch_tensor_map(&out);
+  }
 };
 
 /// What the kernel needs to know of a call. At the start of a call its parameters lie in no cache, so they are few.
