@@ -25,7 +25,7 @@ enum Feature : unsigned {
   kDeterministic = 1 << 13,
   kFewQueries = 1 << 14,     // decode on CUDA: too few queries per sequence to fill the tiles of the forward
   kBiasOfOddRows = 1 << 15,  // bias that cannot be copied in 16-byte chunks
-  kManyRows = 1 << 16,       // more queries or keys than the kernel of short sequences keeps in shared memory
+  kManyRows = 1 << 16,       // more queries or keys than the backward of short sequences keeps in shared memory
   kPacked = 1 << 17,         // packed sequences: only the device knows how many rows each has
   kGroupedHeads = 1 << 18,   // fewer heads of k and v than of q
   kDeterministicBesideOptions = 1 << 19,

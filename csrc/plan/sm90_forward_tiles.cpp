@@ -80,10 +80,11 @@ sm90::ForwardShape many_or_few_keys_shape(Draft& draft, const sm90::HeadDims& di
 /// Bytes of the keys and values of all heads.
 int64_t key_bytes(const Problem& p) { return p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * 2; }
 
-/// Returns `chosen`, or the shape for few query tiles if that takes fewer cycles: its smaller tiles fill the SMs
-/// better, but two warpgroups use the tensor cores less. The CTAs of such a call drift apart, so it needs all keys in
-/// `l2_bytes`. Measured on an H200: in 107 of 1167 calls of 128 to 4096 queries over 512 to 32768 keys the rule chooses
-/// these tiles, and they are 9.6 % faster; 6 of the 107 are 2 % slower or more.
+/// Returns `chosen`, or the shape for few query tiles if that takes fewer cycles, even when each of them counts as
+/// kCostOfCycle and the call as kCostOfCall more: its smaller tiles fill the SMs better, but two warpgroups use the
+/// tensor cores less. The CTAs of such a call drift apart, so it needs all keys in `l2_bytes`. Measured on an H200: in
+/// 107 of 1167 calls of 128 to 4096 queries over 512 to 32768 keys the rule chooses these tiles, and they are 9.6 %
+/// faster on average; 6 of the 107 are 2 % slower or more.
 sm90::ForwardShape or_few_tiles_shape(Draft& draft, const sm90::HeadDims& dims, const sm90::ForwardShape& chosen,
                                       int64_t l2_bytes) {
   constexpr double kCostOfCycle = 1.12, kCostOfCall = 3000;
@@ -321,7 +322,8 @@ void choose_sm90_cache_tiles(Draft& draft) {
   const sm90::HeadDims dims = sm90::first_that_serves(sm90::kForwardCacheHeadDims, p.head_dim, p.head_dim_v);
   draft.take_variant(name_of(sm90::ForwardVariant::kCache));
   sm90::ForwardShape shape = many_or_few_keys_shape(draft, dims);
-  // In a cache the order of query tiles is that for unequal lengths, which shares keys less.
+  // Over a cache such tiles pay for fewer keys: at 32 MiB they took 3 % less to 7 % more time, at 64 MiB up to 15 %
+  // more (docs/tuning/forward_few_queries_sm90.md).
   if (p.num_splits == 0 && p.total_q == 0) shape = or_few_tiles_shape(draft, dims, shape, kBytesInL2 / 2);
   if (p.paged)
     draft.because("pages of ", p.page_size, " rows: TMA copies ", sm90::rows_of_copy(shape.block_n, p.page_size),

@@ -37,7 +37,10 @@ CASES = [(dim, *lengths) for dim, most in MOST_ROWS.items() for lengths in LENGT
 
 @pytest.fixture(params=[False, True], ids=["few tiles", "many tiles"])
 def many(request: pytest.FixtureRequest) -> bool:
-    """Whether a call has as many query tiles as the kernel serves, which above head_dim 64 are larger ones."""
+    """Whether a call has so many query tiles that above head_dim 64 CTAs have 128 queries.
+
+    Calls longer than 256 have few in either case.
+    """
     return request.param
 
 

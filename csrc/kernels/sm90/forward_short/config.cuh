@@ -7,7 +7,7 @@
 
 namespace flash_ext::sm90 {
 
-/// kIndex: of the shape.
+/// kIndex: which of the shapes for kHeadDim (shape.h).
 template <class Element_, int kHeadDim_, int kIndex>
 struct ForwardShortConfig {
   using Element = Element_;

@@ -3,7 +3,7 @@
 //
 //   all warps   start the loads of Q and of the first tiles of K and V, as many as the rings hold
 //   warpgroup g S, P and O of queries [64 g, + 64), one key tile after the other
-//   a warp that is the last to have used a tile loads the next one into its stage
+//   a warp that is the last to have used a tile loads a later one into its stage
 //   out leaves through the place of Q by TMA
 //
 // The Hopper forward (../forward) mostly has one CTA on an SM, whose warps have roles. Here the other CTAs of the SM

@@ -39,7 +39,7 @@ class ForwardShortRows {
   __device__ __forceinline__ void visit(const TileSpan& tiles, int loaded, bool sanitises) {
     const int end_query = min(first_query_ + kWarpgroupRows, sequence_.seqlen_q);
     const TileSpan seen = sequence_.template key_tiles<kBlockN>(first_query_, end_query);
-    for (int r = 0; r < 2; ++r) stabiliser_[r] = -INFINITY, row_sum_[r] = 0.0f;
+    for (int r = 0; r < 2; ++r) row_max_[r] = -INFINITY, row_sum_[r] = 0.0f;
     zero_accumulators(out_);
     wait_for(storage_.q_full, 0);
 #pragma unroll 1
@@ -87,8 +87,8 @@ class ForwardShortRows {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = sum_of_row(row_sum_[r]);
-      const RowEnd end = call_.sink ? finish_row(stabiliser_[r], sum, call_.sink[sequence_.head])
-                                    : finish_row_approx(stabiliser_[r], sum);
+      const RowEnd end =
+          call_.sink ? finish_row(row_max_[r], sum, call_.sink[sequence_.head]) : finish_row_approx(row_max_[r], sum);
       scale[r] = end.scale;
       const int row = first_query_ + warp_ * 16 + 8 * r + lane_ / 4;
       if (lane_ % 4 == 0 && row < sequence_.seqlen_q) g_lse[row] = end.lse;
@@ -159,7 +159,7 @@ class ForwardShortRows {
     ptx::fence_operand(out_);
   }
 
-  /// Raises the stabilisers to the maxima of the rows, and turns scores into weights. Both are rounded alike: the
+  /// Updates the running max of each row, rescales, and turns scores into P. Scores and max are rounded alike, so the
   /// largest score of a row has the weight 1.
   __device__ __forceinline__ void softmax(Scores& s) {
     float factor[2], sum[2];
@@ -168,11 +168,11 @@ class ForwardShortRows {
       float largest = -INFINITY;
 #pragma unroll
       for (int n = 0; n < kN; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
-      const float updated = fmaxf(stabiliser_[r], __fmul_rn(max_of_row(largest), call_.scale));
-      factor[r] = updated == -INFINITY ? 1.0f : ptx::exp2_approx(stabiliser_[r] - updated);
-      stabiliser_[r] = updated;
+      const float updated = fmaxf(row_max_[r], __fmul_rn(max_of_row(largest), call_.scale));
+      factor[r] = updated == -INFINITY ? 1.0f : ptx::exp2_approx(row_max_[r] - updated);
+      row_max_[r] = updated;
     }
-    exponentiate<false, true>(s, call_.scale, stabiliser_, sum);
+    exponentiate<false, true>(s, call_.scale, row_max_, sum);
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_sum_[r] = row_sum_[r] * factor[r] + sum[r];
 #pragma unroll
@@ -206,8 +206,8 @@ class ForwardShortRows {
   const int group_, warp_, lane_;
 
   float out_[kD][4];
-  float stabiliser_[2];  // base 2: the largest score so far
-  float row_sum_[2];     // this lane's share
+  float row_max_[2];  // base 2: the running max
+  float row_sum_[2];  // this lane's share
 };
 
 }  // namespace flash_ext::sm90

@@ -16,7 +16,7 @@ struct ForwardShortShape {
   int warpgroups;   // of a CTA, each with 64 queries
   int block_n;      // keys of a tile
   int stages;       // tiles of K, and of V, in shared memory
-  int ctas_per_sm;  // some load while others compute; a thread has 128 registers at least
+  int ctas_per_sm;  // some load while others compute; each thread can have at least 128 registers
 };
 
 /// The shapes of the kernel for head_dim: two up to 64, three above.
@@ -26,7 +26,7 @@ constexpr ForwardShortShape forward_short_shape(int head_dim, int index) {
   return head_dim <= 64 ? kOf64[index] : kOf128[index];
 }
 
-/// Up to so many keys, which are one tile, tiles of 64 are faster. More keys take fewer steps of 128.
+/// Up to so many keys, which are one tile, tiles of 64 are faster. More keys take fewer steps in tiles of 128.
 constexpr int64_t kMostKeysOfSmallTiles = 64;
 
 /// Returns the shape for as many queries and keys as a sequence has. few_ctas: CTAs of 64 queries would all run at

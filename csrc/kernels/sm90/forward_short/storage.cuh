@@ -46,7 +46,7 @@ struct ForwardShortStorage {
   uint64_t q_full;                   // arrives: thread 0 (1 + bytes); orders: Q before its use
   uint64_t k_full[Config::kStages];  // arrives: thread 0, later the last user (1 + bytes); orders: K before its use
   uint64_t v_full[Config::kStages];  // the same for V
-  uint32_t k_uses[Config::kStages];  // warps that have used what a stage held, over all tiles
+  uint32_t k_uses[Config::kStages];  // warps done with a stage that will be refilled, over all its tiles
   uint32_t v_uses[Config::kStages];
 
   /// Called by one thread.
