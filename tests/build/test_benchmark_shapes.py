@@ -274,7 +274,7 @@ def test_a_section_comes_with_its_record(monkeypatch: pytest.MonkeyPatch, tmp_pa
     first = section.apply(page)
     assert first == section.apply(first) and first.count(section.behind) == 1
     assert "\n| short, 16 heads of 64, full | 1.10 (1.00) | 0.90 (0.90) |\n" in first
-    assert "\n`python -m benchmarks shapes --rounds 12`,\n" in first
+    assert "\nheads. By `python -m benchmarks shapes --rounds 12`,\n" in first
     assert first.index(section.behind) < first.index(section.before)
     record_shapes(tmp_path / SHAPES, forward=1.44, backward=1.1)
     second = section.apply(first)
