@@ -164,7 +164,9 @@ def test_values_that_are_not_finite_come_out(device: str, head_dim: int, mask: d
         if "window_size" in mask:
             sees = (queries - 30 <= key) & (key <= queries + 20)
         expected[1, :, :2, column] = torch.where(sees[:, None], value, expected[1, :, :2, column])
-    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    # A CPU computes rows that see them by other instructions.
+    rtol, atol = (2**-7, 2**-14) if device == "cpu" else (0, 0)
+    torch.testing.assert_close(out, expected, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def strided(x: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -349,7 +349,7 @@ def hide_by_left_window(call: Call) -> tuple[Call, list[int], slice]:
 def with_low_scores_at_the_end(device: str, dtype: torch.dtype, head_dim: int) -> Call:
     """Scores of the last keys are about 0, of all others about 7."""
     call = make_call(1, LAST_QUERIES, HIGH_KEYS + LOW_KEYS, HEADS, HEADS, head_dim, dtype=dtype, device=device)
-    call.q *= 0.2
+    call.q *= 0.1
     call.q[..., 0] = head_dim**0.5 / 8
     call.k[:, :HIGH_KEYS, :, 0] = 56.0
     call.k[:, HIGH_KEYS:, :, 0] = 0.0
