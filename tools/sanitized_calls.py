@@ -118,7 +118,7 @@ def forward_tiles() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def many_packed_calls() -> Iterator[tuple[str, Callable[[], object]]]:
-    """So many that the backward's main kernel zeroes sums of dQ, with and without a list of tiles."""
+    """Many sequences, some without queries or keys, with and without a list of tiles."""
     lengths = [(41 * k) % 200 for k in range(150)]
     for head_dim, bound in itertools.product((64, 128, 256), (200, 4096)):
 

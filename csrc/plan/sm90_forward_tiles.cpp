@@ -77,8 +77,11 @@ sm90::ForwardShape many_or_few_keys_shape(Draft& draft, const sm90::HeadDims& di
   return chosen;
 }
 
-/// Bytes of the keys and values of all heads.
-int64_t key_bytes(const Problem& p) { return p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * 2; }
+/// Bytes of the keys and values of all heads. Sizes need not be those of tensors that exist: an int64_t could overflow.
+double key_bytes(const Problem& p) {
+  return 2.0 * static_cast<double>(p.batch * p.heads_kv) *
+         static_cast<double>(p.seqlen_k * (p.head_dim + p.head_dim_v));
+}
 
 /// Returns `chosen`, or the shape for few query tiles if that takes fewer cycles, even when each of them counts as
 /// kCostOfCycle and the call as kCostOfCall more: its smaller tiles fill the SMs better, but two warpgroups use the
@@ -90,7 +93,8 @@ sm90::ForwardShape or_few_tiles_shape(Draft& draft, const sm90::HeadDims& dims, 
   constexpr double kCostOfCycle = 1.12, kCostOfCall = 3000;
   constexpr int64_t kMostWaves = 4;
   const Problem& p = draft.p;
-  if (!sm90::has_tiles(dims, sm90::ForwardTiles::kFewTiles) || has_empty_tensors(p) || key_bytes(p) > l2_bytes)
+  if (!sm90::has_tiles(dims, sm90::ForwardTiles::kFewTiles) || has_empty_tensors(p) ||
+      key_bytes(p) > static_cast<double>(l2_bytes))
     return chosen;
   const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardTiles::kFewTiles);
   const auto tiles_of = [&](const sm90::ForwardShape& shape) {

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.oracle import Call, assert_matches_oracle, explained_on_hopper, make_call, run_library
+from tests.oracle import HALF, Call, assert_matches_oracle, explained_on_hopper, make_call, run_library
 
-HALF = [torch.bfloat16, torch.float16]
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import flash_ext
 from tests.oracle import (
+    HALF,
     Call,
     assert_kernel_on_hopper,
     assert_matches_oracle,
@@ -20,7 +21,6 @@ from tests.oracle import (
     run_library,
 )
 
-HALF = [torch.bfloat16, torch.float16]
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},

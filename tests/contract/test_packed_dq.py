@@ -62,7 +62,7 @@ def leave_in_memory(value: float, device: str) -> None:
 
 
 def assert_dq_is_right(call: Call) -> None:
-    """Additions in turns zero nothing ahead."""
+    """As in turns, which give the same bits whatever memory held."""
     if explained := explained_on_hopper(call, "backward"):
         assert explained.plan.schedule.head_splits == explained.plan.schedule.query_splits == 1
     want = run_library(call.with_options(deterministic=True), ("q", "k", "v"))
@@ -138,7 +138,7 @@ def test_lengths_in_use(device: str, head_dim: int, packed: bool) -> None:
 @pytest.mark.parametrize("bounds", [{}, {"max_seqlen_q": None, "max_seqlen_k": None}], ids=["tight", "none"])
 @pytest.mark.parametrize("head_dim", OWN)
 def test_lengths_that_make_no_sense_end(head_dim: int, bounds: dict[str, Any]) -> None:
-    """They give wrong numbers, but no CTA waits for a share that nobody zeroes."""
+    """They give wrong numbers, but no CTA waits for ever."""
     call = make_pack("equal", "cuda", head_dim).with_options(**bounds)
     batch, rows = len(call.options["cu_seqlens_q"]) - 1, call.q.shape[0]
     for wrong in ([n % 2 * rows for n in range(batch + 1)], [rows - 256 * n for n in range(batch + 1)],

@@ -2,24 +2,13 @@
 #pragma once
 
 #include "kernels/common/tensor_map.h"
-#include "kernels/ptx/tensor_map.h"
+#include "kernels/sm90/common/forward_maps.h"
 #include "kernels/sm90/common/softmax.cuh"
 #include "key_tiles.cuh"
 #include "split_kv.cuh"
 #include "visibility.h"
 
 namespace flash_ext::sm90 {
-
-struct ForwardMaps {
-  CUtensorMap q, k, v, out;
-
-  __device__ __forceinline__ void prefetch() const {
-    ptx::prefetch_tensor_map(&q);
-    ptx::prefetch_tensor_map(&k);
-    ptx::prefetch_tensor_map(&v);
-    ptx::prefetch_tensor_map(&out);
-  }
-};
 
 /// Rows of K and V that TMA copies at a time.
 template <class Config>
@@ -29,11 +18,7 @@ int rows_of_key_copy(const ForwardParams& p) {
 
 template <class Config>
 ForwardMaps encode_maps(const ForwardParams& p) {
-  const int key_rows = rows_of_key_copy<Config>(p);
-  return {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, kWarpgroupRows),
-          encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, key_rows),
-          encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, key_rows),
-          encode_tensor_map(p.out, query_shape(p, p.head_dim_v), p.dtype, kWarpgroupRows)};
+  return encode_forward_maps(p, rows_of_key_copy<Config>(p));
 }
 
 /// Terms of the variants with bias, masks or dropout.

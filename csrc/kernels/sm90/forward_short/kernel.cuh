@@ -4,13 +4,12 @@
 //   all warps   start the loads of Q and of the first tiles of K and V, as many as the rings hold
 //   warpgroup g S, P and O of queries [64 g, + 64), one key tile after the other
 //   a warp that is the last to have used a tile loads a later one into its stage
-//   out leaves through the place of Q by TMA
+//   out leaves by TMA through the shared memory of Q
 //
 // The Hopper forward (../forward) mostly has one CTA on an SM, whose warps have roles. Here the other CTAs of the SM
 // fill the waits.
 #pragma once
 
-#include "kernels/common/tensor_map.h"
 #include "kernels/launch.h"
 #include "kernels/ptx/grid_dependency.h"
 #include "kernels/sm90/common/shared_memory.h"
@@ -57,7 +56,7 @@ __device__ __forceinline__ void announce_loads(ForwardShortStorage<Config>& stor
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
-    forward_short_kernel(const __grid_constant__ ForwardShortCall call, const __grid_constant__ ForwardShortMaps maps,
+    forward_short_kernel(const __grid_constant__ ForwardShortCall call, const __grid_constant__ ForwardMaps maps,
                          const __grid_constant__ ForwardParams p) {
   extern __shared__ __align__(1024) char shared[];
   auto& storage = *reinterpret_cast<ForwardShortStorage<Config>*>(shared + Config::kTilesBytes);
@@ -97,19 +96,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
 template <class Config>
 void launch_forward_short(const ForwardParams& p, cudaStream_t stream) {
-  const auto map_of = [&](const TensorView& view, const TensorShape& shape, int rows) {
-    return encode_tensor_map(view, shape, p.dtype, rows);
-  };
-  const ForwardShortMaps maps = {map_of(p.q, query_shape(p, p.head_dim), kWarpgroupRows),
-                                 map_of(p.k, key_shape(p, p.head_dim), Config::kBlockN),
-                                 map_of(p.v, key_shape(p, p.head_dim_v), Config::kBlockN),
-                                 map_of(p.out, query_shape(p, p.head_dim_v), kWarpgroupRows)};
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(ForwardShortStorage<Config>);
   static_assert(Config::kCtasPerSm * (kSharedBytes + kReservedSharedBytes) <= kSharedBytesOfSm);
   LaunchShape shape = {grid_of(p.heads_q, (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM, p.batch),
                        dim3(Config::kThreads), kSharedBytes};
   shape.overlaps_previous = true;
-  launch("sm90/forward_short", forward_short_kernel<Config>, shape, stream, ForwardShortCall(p), maps, p);
+  launch("sm90/forward_short", forward_short_kernel<Config>, shape, stream, ForwardShortCall(p),
+         encode_forward_maps(p, Config::kBlockN), p);
 }
 
 /// Launches the shape whose tiles have block_n keys, with CTAs of params.block_m queries.

@@ -83,7 +83,7 @@ class ForwardShortRows {
   __device__ __forceinline__ void store(const CUtensorMap& out_map) {
     if (first_query_ >= sequence_.seqlen_q) return;
     float scale[2];
-    float* const g_lse = call_.lse + sequence_.batch * call_.lse_batch_stride + sequence_.head * call_.lse_head_stride;
+    float* const g_lse = static_cast<float*>(call_.lse.data) + sequence_.lse_offset(call_.lse);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = sum_of_row(row_sum_[r]);
@@ -94,8 +94,8 @@ class ForwardShortRows {
       if (lane_ % 4 == 0 && row < sequence_.seqlen_q) g_lse[row] = end.lse;
     }
     const uint32_t s_out = s_tiles_ + group_ * Config::kQueryBytes;
-    write_out_tile<Element>(s_out, out_, scale, warp_ * 16,
-                            lane_);  // over Q of this warp's own rows, which nobody else reads
+    // Over Q of this warp's own rows, which nobody else reads.
+    write_out_tile<Element>(s_out, out_, scale, warp_ * 16, lane_);
     ptx::fence_proxy_async_shared();
     ptx::barrier_sync<kWarpgroupThreads>(1 + group_);  // out of all warps is there
     if (warp_ != 0 || lane_ != 0) return;

@@ -8,37 +8,20 @@
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/ptx/count.h"
-#include "kernels/ptx/tensor_map.h"
 #include "kernels/ptx/tma.h"
+#include "kernels/sm90/common/forward_maps.h"
 
 namespace flash_ext::sm90 {
-
-struct ForwardShortMaps {
-  CUtensorMap q, k, v, out;
-
-  __device__ __forceinline__ void prefetch() const {
-    ptx::prefetch_tensor_map(&q);
-    ptx::prefetch_tensor_map(&k);
-    ptx::prefetch_tensor_map(&v);
-    ptx::prefetch_tensor_map(&out);
-  }
-};
 
 /// What the kernel needs to know of a call. At the start of a call its parameters lie in no cache, so they are few.
 struct ForwardShortCall {
   EqualSequences sequences;
   float scale;  // from products to base-2 scores
   const float* sink;
-  float* lse;
-  int64_t lse_batch_stride, lse_head_stride;
+  LseView lse;
 
   explicit ForwardShortCall(const ForwardParams& p)
-      : sequences(p),
-        scale(score_scale(p, kLog2E)),
-        sink(static_cast<const float*>(p.sink)),
-        lse(static_cast<float*>(p.lse.data)),
-        lse_batch_stride(p.lse.batch_stride),
-        lse_head_stride(p.lse.head_stride) {}
+      : sequences(p), scale(score_scale(p, kLog2E)), sink(static_cast<const float*>(p.sink)), lse(p.lse) {}
 };
 
 template <class Config>
@@ -68,7 +51,7 @@ __device__ __forceinline__ bool count_use(uint32_t& uses, uint32_t warps) {
 template <class Config>
 class ForwardShortLoads {
  public:
-  __device__ __forceinline__ ForwardShortLoads(const ForwardShortMaps& maps, ForwardShortStorage<Config>& storage,
+  __device__ __forceinline__ ForwardShortLoads(const ForwardMaps& maps, ForwardShortStorage<Config>& storage,
                                                uint32_t s_tiles, int batch, int head, int head_kv)
       : maps_(maps), storage_(storage), s_tiles_(s_tiles), batch_(batch), head_(head), head_kv_(head_kv) {}
 
@@ -102,7 +85,7 @@ class ForwardShortLoads {
                   panel * kPanelColumns, tile * Config::kBlockN, head_kv_, batch_);
   }
 
-  const ForwardShortMaps& maps_;
+  const ForwardMaps& maps_;
   ForwardShortStorage<Config>& storage_;
   const uint32_t s_tiles_;
   const int batch_, head_, head_kv_;
