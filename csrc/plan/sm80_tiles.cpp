@@ -25,7 +25,7 @@ sm80::ForwardVariant forward_variant(const Problem& p, int head_dim) {
   const bool in_chunks = copies_bias_in_chunks(p);
   const sm80::ForwardVariant wanted =
       sm80::variant_of({p.softmax_scale, p.softcap, p.has_alibi, dropout_threshold(p.dropout_p) > 0, p.has_mask,
-                        p.has_block_mask, p.paged, p.has_bias, in_chunks, p.dtype, p.bias_dtype});
+                        p.has_block_mask, p.block_m, p.block_n, p.paged, p.has_bias, in_chunks, p.dtype, p.bias_dtype});
   return sm80::available_variant(wanted, is_float(p), head_dim);
 }
 
@@ -50,11 +50,9 @@ const char* name_of(sm80::ForwardVariant variant) {
 }
 
 /// Decides whether tiles of bias come to shared memory: there must be room, and rows of 16-byte chunks.
-void choose_bias_staging(Draft& draft, sm80::ForwardVariant variant, const sm80::ForwardShape& shape, int head_dim) {
+void choose_bias_staging(Draft& draft, const sm80::ForwardShape& shape, int head_dim) {
   const Problem& p = draft.p;
-  const bool reads = variant == sm80::ForwardVariant::kReads;
-  const int bytes = sm80::forward_shared_bytes(shape, head_dim, is_float(p)) +
-                    (reads && p.has_block_mask ? sm80::block_mask_bytes(shape) : 0);
+  const int bytes = sm80::forward_shared_bytes(shape, head_dim, is_float(p));
   const bool in_chunks = copies_bias_in_chunks(p);
   const int available = static_cast<int>(p.shared_bytes_per_cta);
   draft.plan.stages_bias = in_chunks && sm80::has_room_for_bias(shape, bytes, p.bias_dtype, available);
@@ -141,7 +139,7 @@ void choose_sm80_forward_tiles(Draft& draft) {
   draft.plan.block_n = shape.block_n;
   draft.because("tile ", shape.block_m(), " x ", shape.block_n, ": ", shape.warps, " warps of ", shape.warp_rows,
                 " queries, for head dims up to ", head_dim, small ? "; two CTAs share the memory of an SM" : "");
-  if (p.has_bias) choose_bias_staging(draft, variant, shape, head_dim);
+  if (p.has_bias) choose_bias_staging(draft, shape, head_dim);
   choose_head_sections(draft);
 }
 

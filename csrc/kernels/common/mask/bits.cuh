@@ -1,5 +1,5 @@
-// Visible pairs as bits. A word holds one query's bits for 32 keys, in one of three orders: in the order of the keys,
-// in which masks are read, or in one of two orders of accumulators, which main loops test faster. Where scores have
+// Visible pairs as bits. A word holds one query's bits for 32 keys, in one of two orders: in the order of the keys, in
+// which masks are read, or in an order of accumulators (QuadOrder), which main loops test faster. Where scores have
 // keys as rows, a word holds one key's bits for the queries of a lane (TransposedOrder).
 //
 // An accumulator: number n of the 8 keys, t = lane % 4, and c, the second of the lane's two keys: key 8 n + 2 t + c.
@@ -41,24 +41,6 @@ struct QuadOrder {
     return gather_bytes<2>(word >> 2 * t & 0x03030303u);
   }
   __device__ __forceinline__ static bool sees(uint32_t part, int n, int c) { return part >> (2 * n + c) & 1u; }
-};
-
-/// All lanes share a word: bit 16 (t % 2) + 4 (t / 2) + 8 c + n. The bits of all n of one c follow each other, so that
-/// ptxas makes predicates of half a dozen at a time.
-struct RegisterOrder {
-  /// Converts a word in the order of the keys to this order.
-  __device__ __forceinline__ static uint32_t pack(uint32_t word) {
-    uint32_t result = 0;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) result |= (gather(word >> k) | gather(word >> (k + 4)) << 4) << (8 * k);
-    return result;
-  }
-  /// Shifts the lane's keys down to bits 8 c + n.
-  __device__ __forceinline__ static int shift(int lane) { return 16 * (lane & 1) + 4 * (lane >> 1 & 1); }
-  __device__ __forceinline__ static bool sees(uint32_t shifted, int n, int c) { return shifted >> (8 * c + n) & 1u; }
-
- private:
-  __device__ __forceinline__ static uint32_t gather(uint32_t word) { return gather_bytes<1>(word & 0x01010101u); }
 };
 
 /// A lane's bits of a key, where scores have keys as rows: bit 15 - n + 16 c is query 8 n + 2 t + c. Shifted left by n,

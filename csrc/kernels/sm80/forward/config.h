@@ -60,10 +60,8 @@ struct ForwardConfig {
   static constexpr int kWorkTileBytes = kForwardWorkTileBytes;
   static constexpr int kSharedBytes = kTilesBytes + kWorkTileBytes;  // without what options need
   static_assert(kSharedBytes == forward_shared_bytes(kShape, kHeadDim, kFloat), "which the plan goes by");
-  static constexpr int kVisibilityBytes = kBlockM * (kBlockN / 32) * 4;  // words of a block mask for a tile
-  static constexpr int kRandomBytes = kBlockN / 16 * 16;                 // KeyRandomBits of a tile
+  static constexpr int kRandomBytes = kBlockN / 16 * 16;  // KeyRandomBits of a tile
   static_assert(!kSmall_ || kSharedBytes <= kSmallestSharedBytes, "every GPU must be able to launch it");
-  static_assert(!kSmall_ || kSharedBytes + 2 * kVisibilityBytes <= kSmallestSharedBytes, "with masks as well");
   static_assert(!kOneBias ||
                     kSharedBytes + kBlockM * kBlockN * static_cast<int>(sizeof(BiasElement)) <= kSmallestSharedBytes,
                 "with the bias as well");

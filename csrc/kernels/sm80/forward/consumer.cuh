@@ -45,29 +45,29 @@ struct ForwardConsumer : ForwardOut<Config> {
   }
 
   /// Computes a tile that no window cuts, and for whose scores the stabilisers serve.
-  __device__ __forceinline__ void full_step(MaskedTile at, MaskedTile next, const Visibility& visible) {
+  __device__ __forceinline__ void full_step(int tile, int next, const Visibility& visible) {
     Scores s;
     KeptWeights kept;
-    multiply_qk(s, kept, at.tile);
+    multiply_qk(s, kept, tile);
     release_key(next);
-    const AlibiOfRows terms = options().apply(s, at, visible, phase);
+    const AlibiOfRows terms = options().apply(s, tile, visible);
     if (Config::kMasks && work_tile.sanitised) sanitise_value();
     exponentiate<false>(s, terms);
-    finish_step(s, kept, at.tile, next.tile);
+    finish_step(s, kept, tile, next);
   }
 
   /// Computes any tile, and updates the row stabilisers. True if the next step has to update them too, as some row has
   /// none.
-  __device__ __forceinline__ bool partial_step(MaskedTile at, MaskedTile next, const Visibility& visible, bool first) {
+  __device__ __forceinline__ bool partial_step(int tile, int next, const Visibility& visible, bool first) {
     if (Config::kBiases && work_tile.safe_path) options().saturate_bias();
     Scores s;
     KeptWeights kept;
-    multiply_qk(s, kept, at.tile);
+    multiply_qk(s, kept, tile);
     release_key(next);
-    const AlibiOfRows terms = options().apply(s, at, visible, phase);
-    const bool outside_window = at.tile < work_tile.tiles.full_begin || at.tile >= work_tile.tiles.full_end;
-    if (outside_window) hide_outside_window(s, options().coordinates(at.tile), work_tile.sequence);
-    const auto lift = [&](int m, int r) { return options().alibi_to_come(at.tile, m, r); };
+    const AlibiOfRows terms = options().apply(s, tile, visible);
+    const bool outside_window = tile < work_tile.tiles.full_begin || tile >= work_tile.tiles.full_end;
+    if (outside_window) hide_outside_window(s, options().coordinates(tile), work_tile.sequence);
+    const auto lift = [&](int m, int r) { return options().alibi_to_come(tile, m, r); };
     rows.update_row_max(s, constants.scale, terms, lift, first);
     const bool exact = rows.some_without_stabiliser(rows_left());
     exponentiate<true>(s, terms);
@@ -76,33 +76,33 @@ struct ForwardConsumer : ForwardOut<Config> {
       __syncthreads();
     }
     if (work_tile.sanitised && (Config::kMasks || outside_window)) sanitise_value();
-    finish_step(s, kept, at.tile, next.tile);
+    finish_step(s, kept, tile, next);
     return exact;
   }
 
   /// Visits all tiles, from the start. Warps may take different kinds of steps at a tile: both kinds have the same
   /// barriers.
   __device__ __forceinline__ void visit() {
-    MaskedTile at = options().find_first(phase, seen);
-    if (Config::kMasks || work_tile.sanitised) begin(work_tile, at.tile);
+    int tile = options().find_first(seen);
+    if (Config::kMasks || work_tile.sanitised) begin(work_tile, tile);
     rows.zero();
     bool exact = true;
 #pragma unroll 1
-    while (at.tile >= work_tile.tiles.begin) {
+    while (tile >= work_tile.tiles.begin) {
       const TileSpan tiles = work_tile.tiles;
-      const bool first = at.tile == tiles.end - 1;
-      const bool full = !Config::kRunningMaximum && !exact && at.tile >= tiles.full_begin && at.tile < tiles.full_end;
+      const bool first = tile == tiles.end - 1;
+      const bool full = !Config::kRunningMaximum && !exact && tile >= tiles.full_begin && tile < tiles.full_end;
       forget_lane();
       Visibility visible;
-      if constexpr (Config::kLoadsMaskEarly) options().load_mask_bits(visible, at);
-      const MaskedTile next = begin_step(at.tile, first, tiles.begin);
-      if constexpr (!Config::kLoadsMaskEarly) options().load_mask_bits(visible, at);
+      if constexpr (Config::kLoadsMaskEarly) options().load_mask_bits(visible, tile);
+      const int next = begin_step(tile, first, tiles.begin);
+      if constexpr (!Config::kLoadsMaskEarly) options().load_mask_bits(visible, tile);
       if (full) {
-        full_step(at, next, visible);
+        full_step(tile, next, visible);
       } else {
-        exact = partial_step(at, next, visible, first) || work_tile.safe_path;
+        exact = partial_step(tile, next, visible, first) || work_tile.safe_path;
       }
-      at = next;
+      tile = next;
     }
   }
 

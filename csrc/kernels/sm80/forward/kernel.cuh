@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   if (tile.tile == kNoTile) return;
   const int batch = tile.sequence, head = tile.head, first_query = tile.tile * Config::kBlockM;
   ForwardWorkTile<Config> work_tile(p, batch, head, first_query);
-  work_tile.mask.find(constants.mask, batch, head, first_query);
+  work_tile.masks.find(constants.masks, batch, head, first_query);
   if (first_query >= work_tile.sequence.seqlen_q) return;
   auto* const s_work_tile = reinterpret_cast<ForwardWorkTile<Config>*>(shared + Config::kTilesBytes);
   if (threadIdx.x == 0) new (s_work_tile) ForwardWorkTile<Config>(work_tile);
@@ -50,10 +50,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 }
 
 template <class Config>
-void launch_forward(const ForwardParams& p, const MaskBits& mask, void* list, cudaStream_t stream) {
+void launch_forward(const ForwardParams& p, const ForwardMasks& masks, void* list, cudaStream_t stream) {
   ForwardConstants constants = schedule_heads(p, sizeof(typename Config::Element));
   const int64_t shared_bytes = plan_options<Config>(constants, p);
-  if constexpr (Config::kMasks) constants.mask = mask;
+  if constexpr (Config::kMasks) constants.masks = masks;
   const WorkListPlan plan = forward_work_list(p, Config::kBlockM);
   constants.list = plan.view(list);
   fill_work_list(p, plan, constants.list, stream);
@@ -66,10 +66,10 @@ void launch_forward(const ForwardParams& p, const MaskBits& mask, void* list, cu
 }
 
 template <class Element, int kHeadDim, bool kSmall>
-void run_forward_as(const ForwardParams& p, const MaskBits& mask, void* list, cudaStream_t stream) {
+void run_forward_as(const ForwardParams& p, const ForwardMasks& masks, void* list, cudaStream_t stream) {
   const auto run = [&](auto wanted) {
     constexpr ForwardVariant kVariant = available_variant(decltype(wanted)::value, sizeof(Element) == 4, kHeadDim);
-    launch_forward<ForwardConfig<Element, kHeadDim, kVariant, kSmall>>(p, mask, list, stream);
+    launch_forward<ForwardConfig<Element, kHeadDim, kVariant, kSmall>>(p, masks, list, stream);
   };
   switch (variant_of(p)) {
     case ForwardVariant::kPlain:
@@ -91,13 +91,13 @@ void run_forward_as(const ForwardParams& p, const MaskBits& mask, void* list, cu
 
 /// `list`: memory for the work list.
 template <class Element, int kHeadDim>
-void run_forward(const ForwardParams& p, const MaskBits& mask, void* list, cudaStream_t stream) {
+void run_forward(const ForwardParams& p, const ForwardMasks& masks, void* list, cudaStream_t stream) {
   constexpr bool kFloat = sizeof(Element) == 4;
   if constexpr (has_small_forward(kHeadDim, kFloat)) {
     if (takes_small_forward(kHeadDim, kFloat, shared_bytes_per_cta(), shared_bytes_per_sm()))
-      return run_forward_as<Element, kHeadDim, true>(p, mask, list, stream);
+      return run_forward_as<Element, kHeadDim, true>(p, masks, list, stream);
   }
-  run_forward_as<Element, kHeadDim, false>(p, mask, list, stream);
+  run_forward_as<Element, kHeadDim, false>(p, masks, list, stream);
 }
 
 }  // namespace flash_ext::sm80

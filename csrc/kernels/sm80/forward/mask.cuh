@@ -1,12 +1,53 @@
-// Masks as a warp of the forward reads them: the bits of a boolean mask (mask_bits.h), or a block mask's words in
-// shared memory.
+// Masks as a warp of the forward reads them (mask_bits.h).
 #pragma once
 
 #include "kernels/common/mask/bits.cuh"
+#include "kernels/common/mask/block_lists.cuh"
 #include "kernels/common/sequence.cuh"
-#include "mask_bits.h"
+#include "storage.cuh"
 
 namespace flash_ext::sm80 {
+
+/// A block of a block mask.
+struct MaskBlock {
+  int row, column;
+
+  /// Its bitmap, or a BlockBits::Id.
+  __device__ __forceinline__ int id(const BlockBits& blocks, const int32_t* g_ids) const {
+    if (row >= blocks.rows || column >= blocks.columns) return BlockBits::kHidden;
+    return __ldg(g_ids + static_cast<int64_t>(row) * blocks.columns + column);
+  }
+};
+
+/// The words of a unit of a block mask whose blocks are made of units. Those of the next unit of the same block follow.
+__device__ __forceinline__ const uint32_t* words_of_block(const BlockBits& blocks, const int32_t* g_ids, int row_unit,
+                                                          int key_unit) {
+  const MaskBlock block = {static_cast<int>(blocks.unit_rows.quotient(row_unit)),
+                           static_cast<int>(blocks.unit_columns.quotient(key_unit))};
+  const int id = block.id(blocks, g_ids);
+  const int rows = static_cast<int>(blocks.unit_rows.value), columns = static_cast<int>(blocks.unit_columns.value);
+  const int64_t row = static_cast<int64_t>(id) * rows + row_unit - block.row * rows;  // counted over all bitmaps
+  const int64_t unit = id < 0 ? kUniformUnits * id : row * columns + key_unit - block.column * columns;
+  return blocks.words + unit * kMaskRows;
+}
+
+/// A lane's word of a unit of a block mask with any blocks: from its four rows.
+__device__ __forceinline__ uint32_t word_of_rows(const BlockMaskParams& mask, const BlockBits& blocks,
+                                                 const int32_t* g_ids, int first_query, int first_key, int lane) {
+  const int block_m = static_cast<int>(mask.block_m), block_n = static_cast<int>(mask.block_n);
+  uint32_t word = 0;
+#pragma unroll 1
+  for (int k = 0; k < 4; ++k) {
+    const int i = first_query + 8 * k + lane / 4;
+    const MaskBlock block = {static_cast<int>(blocks.block_m.quotient(i)),
+                             static_cast<int>(blocks.unit_columns.quotient(first_key / kMaskKeys))};
+    const int id = block.id(blocks, g_ids);
+    uint32_t row = id == BlockBits::kFull ? ~0u : 0u;
+    if (id >= 0) row = bitmap_word(mask, block_m, block_n, id, i, first_key);
+    word |= QuadOrder::part(row, lane % 4) << 8 * k;
+  }
+  return word;
+}
 
 /// The visibility bits of a warp's kRows rows and a tile of kKeys keys.
 template <int kRows, int kKeys>
@@ -14,16 +55,34 @@ struct WarpVisibility {
   static constexpr int kUnits = kKeys / kMaskKeys;
   uint32_t words[kUnits];
 
-  /// `g_block`: the words of the CTA's queries.
-  __device__ __forceinline__ void load(const MaskBits& bits, const uint32_t* g_block, int warp_row, int first_key,
+  /// kAny: there may be both masks, or none, and blocks of any size. Else there is one, with blocks_are_tiles().
+  template <bool kAny>
+  __device__ __forceinline__ void load(const ForwardMasks& masks, const MasksOfTile& of_tile,
+                                       const BlockMaskParams& mask, int first_query, int warp_row, int first_key,
                                        int lane) {
-    const int unit = warp_row / kMaskRows * bits.row_stride + first_key / kMaskKeys;
-    const uint32_t* const g_words = g_block + unit * kMaskRows + lane;
+    const BlockBits& blocks = masks.blocks;
+    const int row_unit = (first_query + warp_row) / kMaskRows, key_unit = first_key / kMaskKeys;
+    const uint32_t* g_words = of_tile.words + (warp_row / kMaskRows * masks.pairs.row_stride + key_unit) * kMaskRows;
+    if constexpr (!kAny) {
+      if (blocks.ids) g_words = words_of_block(blocks, of_tile.ids, row_unit, key_unit);
+    }
 #pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      words[k] = __ldg(g_words + k * kMaskRows);
-      // A word has 8 bits for each of four rows of a lane.
-      if constexpr (kRows == 16) words[k] >>= warp_row & 16;
+    for (int k = 0; k < kUnits; ++k)
+      words[k] = !kAny || masks.pairs.words ? __ldg(g_words + k * kMaskRows + lane) : ~0u;
+    if constexpr (kAny) {
+#pragma unroll
+      for (int k = 0; k < kUnits; ++k) {
+        if (blocks.words) {
+          words[k] &= __ldg(words_of_block(blocks, of_tile.ids, row_unit, key_unit + k) + lane);
+        } else if (blocks.ids) {
+          words[k] &= word_of_rows(mask, blocks, of_tile.ids, row_unit * kMaskRows, first_key + k * kMaskKeys, lane);
+        }
+      }
+    }
+    // A word has 8 bits for each of four rows of a lane.
+    if constexpr (kRows == 16) {
+#pragma unroll
+      for (int k = 0; k < kUnits; ++k) words[k] >>= warp_row & 16;
     }
   }
 
@@ -45,56 +104,42 @@ struct WarpVisibility {
   }
 };
 
-/// Bit k: whether the mask leaves something of tile 32 group + k, for the kRows queries from first_query on.
+/// Whether the boolean mask leaves something of a tile.
 template <int kRows, int kKeys>
-__device__ __forceinline__ uint32_t visible_tiles(const MaskBits& bits, const Sequence& sequence, int first_query,
-                                                  int group, int lane) {
+__device__ __forceinline__ bool shows_tile(const MaskBits& bits, const Sequence& sequence, int first_query, int tile) {
   constexpr int kUnits = kKeys / kMaskKeys;
-  const int tile = 32 * group + lane;
+  if (tile * kUnits >= bits.key_units) return false;
   uint32_t states = 0;
-  if (tile * kUnits < bits.key_units) {
 #pragma unroll
-    for (int row = 0; row < kRows / kMaskRows; ++row) {
-      const uint8_t* const g_states =
-          bits.states + bits.unit(sequence.batch, sequence.head, first_query / kMaskRows + row, tile * kUnits);
+  for (int row = 0; row < kRows / kMaskRows; ++row) {
+    const uint8_t* const g_states =
+        bits.states + bits.unit(sequence.batch, sequence.head, first_query / kMaskRows + row, tile * kUnits);
 #pragma unroll
-      for (int k = 0; k < kUnits; ++k) states |= __ldg(g_states + k);
-    }
+    for (int k = 0; k < kUnits; ++k) states |= __ldg(g_states + k);
   }
-  return __ballot_sync(~0u, states != 0);
+  return states != 0;
 }
 
-/// A warp's tile of a block mask: one word for a query and 32 keys, in RegisterOrder.
+/// Whether the block mask lists a block of a tile.
 template <int kRows, int kKeys>
-struct MaskTile {
-  static constexpr int kWords = kKeys / 32;
+__device__ __forceinline__ bool lists_tile(const BlockBits& blocks, const int32_t* g_ids, int first_query, int tile) {
+  const int last_row = blocks.block_m.quotient(first_query + kRows - 1);
+  const int first_unit = tile * (kKeys / kMaskKeys), last_unit = first_unit + kKeys / kMaskKeys - 1;
+  const int last_column = blocks.unit_columns.quotient(last_unit);
+  for (int row = blocks.block_m.quotient(first_query); row <= last_row; ++row)
+    for (int column = blocks.unit_columns.quotient(first_unit); column <= last_column; ++column)
+      if (MaskBlock{row, column}.id(blocks, g_ids) != BlockBits::kHidden) return true;
+  return false;
+}
 
-  /// Sets scores to -inf that the words of the warp's rows hide, word (row, group) at s_words[row * kWords + group].
-  template <int kM, int kN>
-  __device__ __forceinline__ static void hide(float (&s)[kM][kN][4], const uint32_t* s_words, int lane) {
-    const uint32_t* const s_lane = s_words + lane / 4 * kWords;
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint32_t bits = lane_bits(s_lane + (16 * m + 8 * r) * kWords, lane);
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-#pragma unroll
-          for (int n = 0; n < kN; ++n)
-            if (!RegisterOrder::sees(bits, n, c)) s[m][n][2 * r + c] = -INFINITY;
-      }
-  }
-
- private:
-  /// Bit 8 c + n is the lane's key c of the n-th 8 keys of a row.
-  __device__ __forceinline__ static uint32_t lane_bits(const uint32_t* s_row, int lane) {
-    static_assert(kWords <= 2, "a byte has room for two groups");
-    const uint32_t low = s_row[0] >> RegisterOrder::shift(lane);
-    if constexpr (kWords == 1) return low;
-    const uint32_t word = s_row[kWords - 1], high = __funnelshift_r(word, word, RegisterOrder::shift(lane) - 4);
-    return (low & 0x0F0Fu) | (high & 0xF0F0u);
-  }
-};
+/// Bit k: whether the masks leave something of tile 32 group + k, for the kRows queries from first_query on.
+template <int kRows, int kKeys>
+__device__ __forceinline__ uint32_t visible_tiles(const ForwardMasks& masks, const MasksOfTile& of_tile,
+                                                  const Sequence& sequence, int first_query, int group, int lane) {
+  const int tile = 32 * group + lane;
+  bool shows = !masks.pairs.words || shows_tile<kRows, kKeys>(masks.pairs, sequence, first_query, tile);
+  if (shows && masks.blocks.ids) shows = lists_tile<kRows, kKeys>(masks.blocks, of_tile.ids, first_query, tile);
+  return __ballot_sync(~0u, shows);
+}
 
 }  // namespace flash_ext::sm80

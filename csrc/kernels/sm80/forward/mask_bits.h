@@ -1,23 +1,23 @@
-// A boolean mask as bits. A kernel that runs before the forward packs it (mask_bits.cuh), once for all heads and batch
-// entries that share it.
+// Masks as bits in the order of accumulators. Kernels that run before the forward write them (mask_bits.cuh), once for
+// all heads and batch entries that share a mask.
 #pragma once
 
 #include <cstdint>
 
+#include "kernels/common/divisor.h"
 #include "kernels/common/host_device.h"
 #include "kernels/params.h"
+#include "shape.h"
 
 namespace flash_ext::sm80 {
-
-constexpr int kMaskRows = 32, kMaskKeys = 32;  // of a unit
 
 /// Whether the mask shows some pair of a unit. Queries and keys that do not exist do not count.
 enum MaskState : uint8_t { kMaskHides = 0, kMaskShows = 1 };
 
-/// Units of 32 queries and 32 keys. Lane 4 g + t has one word of a unit: bit 8 k + 2 n + c is query 8 k + g and key
-/// 8 n + 2 t + c, as the lane's accumulators lie.
+/// A boolean mask, in units of 32 queries and 32 keys. Lane 4 g + t has one word of a unit: bit 8 k + 2 n + c is query
+/// 8 k + g and key 8 n + 2 t + c, as the lane's accumulators lie.
 struct MaskBits {
-  uint32_t* words = nullptr;  // null: there is no mask
+  uint32_t* words = nullptr;  // null: there is no boolean mask
   uint8_t* states = nullptr;
   int key_units = 0;        // of a row of units; even, as a tile may have two
   int row_stride = 0;       // in units; 0 where all queries are the same
@@ -58,6 +58,69 @@ struct MaskSizes {
     bits.batch_stride = batch > 1 ? heads * row_units * key_units : 0;
     return bits;
   }
+};
+
+/// In the words of a block mask: units that hide all, and as many that show all, lie before those of the bitmaps. A
+/// tile has two. So the id of any block leads to words, and the forward has no branch.
+constexpr int kUniformUnits = 2;
+
+/// A block mask: for each block its bitmap, and the units of each bitmap as MaskBits has them.
+struct BlockBits {
+  enum Id : int32_t { kFull = -1, kHidden = -2 };  // in the place of a bitmap
+
+  int32_t* ids = nullptr;     // (batch|1, heads|1, rows, columns); null: there is no block mask
+  uint32_t* words = nullptr;  // (bitmaps, block_m / 32, block_n / 32, 32); null: units lie across blocks
+  int rows = 0, columns = 0;  // of blocks
+  Divisor block_m{1}, unit_rows{1}, unit_columns{1};  // of a block: queries, units along the queries and the keys
+  int64_t head_stride = 0;                            // of ids; 0 broadcasts, as does a batch_stride of 0
+  int64_t batch_stride = 0;
+
+  FLASH_EXT_HOST_DEVICE const int32_t* ids_of(int batch, int head) const {
+    return ids + batch * batch_stride + head * head_stride;
+  }
+};
+
+/// The sizes of the arrays of BlockBits.
+struct BlockSizes {
+  int64_t batch = 0, heads = 0, rows = 0, columns = 0;
+  int64_t units = 0;  // uniform ones, and those of all bitmaps
+
+  explicit BlockSizes(const AttentionParams& p) {
+    const BlockMaskParams& blocks = p.blocks;
+    if (!blocks.offsets) return;
+    batch = blocks.offsets_batch_stride == 0 ? 1 : p.batch;
+    heads = blocks.offsets_head_stride == 0 ? 1 : p.heads_q;
+    rows = blocks.num_row_blocks;
+    columns = (p.seqlen_k + blocks.block_n - 1) / blocks.block_n;
+    if (blocks_are_units(blocks.block_m))
+      units = 2 * kUniformUnits + blocks.num_bitmaps * (blocks.block_m / kMaskRows) * (blocks.block_n / kMaskKeys);
+  }
+
+  FLASH_EXT_HOST_DEVICE int64_t ids() const { return batch * heads * rows * columns; }
+  /// Words come first: a warp reads a unit as one line.
+  int64_t bytes() const { return (units * kMaskRows + ids()) * static_cast<int64_t>(sizeof(uint32_t)); }
+
+  BlockBits views(const BlockMaskParams& blocks, void* memory) const {
+    BlockBits bits;
+    if (!blocks.offsets) return bits;
+    auto* const words = static_cast<uint32_t*>(memory);
+    if (blocks_are_units(blocks.block_m)) bits.words = words + 2 * kUniformUnits * kMaskRows;
+    bits.ids = reinterpret_cast<int32_t*>(words + units * kMaskRows);
+    bits.rows = static_cast<int>(rows);
+    bits.columns = static_cast<int>(columns);
+    bits.block_m = Divisor(blocks.block_m);
+    bits.unit_rows = Divisor(blocks.block_m / kMaskRows);
+    bits.unit_columns = Divisor(blocks.block_n / kMaskKeys);
+    bits.head_stride = heads > 1 ? rows * columns : 0;
+    bits.batch_stride = batch > 1 ? heads * rows * columns : 0;
+    return bits;
+  }
+};
+
+/// The masks of a call.
+struct ForwardMasks {
+  MaskBits pairs;
+  BlockBits blocks;
 };
 
 }  // namespace flash_ext::sm80

@@ -3,7 +3,6 @@
 
 #include "bias.cuh"
 #include "dropout.cuh"
-#include "kernels/common/mask/visibility.cuh"
 #include "kernels/common/score/bias_tile.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/ptx/reread.h"
@@ -21,7 +20,6 @@ struct OptionTiles {
   using WarpBias = std::conditional_t<Config::kOneBias,
                                       StartingBias<typename Config::BiasElement, Config::kWarpRows, Config::kBlockN>,
                                       BiasTile<Config::kWarpRows, Config::kBlockN>>;
-  using WarpMask = MaskTile<Config::kWarpRows, Config::kBlockN>;
   using Visibility =
       std::conditional_t<Config::kMasks, WarpVisibility<Config::kWarpRows, Config::kBlockN>, NoVisibility>;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kThreads = Config::kThreads;
@@ -47,18 +45,17 @@ struct OptionTiles {
   }
 
   /// Loads the bits of what the mask leaves of a tile. The code between this call and the scores hides the latency.
-  __device__ __forceinline__ void load_mask_bits(Visibility& visible, MaskedTile at) const {
+  __device__ __forceinline__ void load_mask_bits(Visibility& visible, int tile) const {
     if constexpr (Config::kMasks) {
-      if (Config::kOneMask || ((Config::kFloat || at.partly) && constants.mask.words))
-        visible.load(constants.mask, work_tile.mask.words, warp_row, at.tile * kBlockN, lane);
+      if (Config::kOneMask || constants.masked)
+        visible.template load<Config::kReads>(constants.masks, work_tile.masks, p.blocks, work_tile.first_query,
+                                              warp_row, tile * kBlockN, lane);
     }
   }
 
   /// Turns products into scores, except for two things: constants.scale, and the rows' part of ALiBi, which it returns.
-  /// `words`: which of two slots has the words of a block mask.
   template <int kM, int kN>
-  __device__ __forceinline__ AlibiOfRows apply(float (&s)[kM][kN][4], MaskedTile at, const Visibility& visible,
-                                               int words) const {
+  __device__ __forceinline__ AlibiOfRows apply(float (&s)[kM][kN][4], int tile, const Visibility& visible) const {
     AlibiOfRows terms;
     if constexpr (Config::kOptionBranches) {
       if (constants.caps) {
@@ -68,15 +65,12 @@ struct OptionTiles {
       } else if (constants.scales_first) {
         for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(x, constants.first_scale); });
       }
-      if (constants.adds_alibi) terms = add_alibi(s, at.tile);
+      if (constants.adds_alibi) terms = add_alibi(s, tile);
     }
     if constexpr (Config::kReads) {
       if (constants.stages_bias) bias().add(s, Unit::kPerNatural * constants.per_unit);
-      if (constants.reads_bias) work_tile.options.rules.add_bias(s, coordinates(at.tile));
-      if (at.partly) {
-        if (constants.blocks_mask) WarpMask::hide(s, words_of(words), lane);
-        if (constants.mask.words) visible.hide(s);
-      }
+      if (constants.reads_bias) work_tile.options.rules.add_bias(s, coordinates(tile));
+      if (constants.masked) visible.hide(s);
     }
     if constexpr (Config::kOneMask) visible.hide(s);
     return terms;
@@ -151,32 +145,26 @@ struct OptionTiles {
     return Config::kMasks;
   }
 
-  /// Finds the next tile to visit, from `tile` down to `last`: one in which the masks leave something. words_of(words)
-  /// then has the words of a block mask. `seen` must have the visible_tiles() of the group of the tile visited before,
-  /// or of `tile`; it then has those of the group of the tile found. Ends with a barrier.
-  __device__ __forceinline__ MaskedTile find(int tile, int last, int words, uint32_t& seen) const {
-    bool partly = false;
-    if constexpr (Config::kReads) {
-      if (constants.masked && tile >= last) {
-        if (constants.blocks_mask) return find_by_words(tile, words, seen);
-        tile = find_by_bits(tile, last, seen);
-        partly = true;
-      }
+  /// Finds the next tile to visit, from `tile` down to `last`: one in which the masks leave something. `seen` must have
+  /// the visible_tiles_of() the group of the tile visited before, or of `tile`; it then has those of the group of the
+  /// tile found. Ends with a barrier.
+  __device__ __forceinline__ int find(int tile, int last, uint32_t& seen) const {
+    if constexpr (Config::kMasks) {
+      if (masked()) tile = find_visible(tile, last, seen);
     }
-    if constexpr (Config::kOneMask) tile = find_by_bits(tile, last, seen);
     __syncthreads();
-    return {tile, partly};
+    return tile;
   }
 
   /// Finds the first tile to visit, and makes it the last of the CTA's range of tiles.
-  __device__ __forceinline__ MaskedTile find_first(int words, uint32_t& seen) const {
+  __device__ __forceinline__ int find_first(uint32_t& seen) const {
     const int last = work_tile.tiles.end - 1;
-    if (!masked()) return {last, false};
+    if (!masked()) return last;
     if constexpr (Config::kMasks) {
-      if (constants.mask.words && last >= 0) seen = visible_tiles_of(last / 32);
+      if (last >= 0) seen = visible_tiles_of(last / 32);
     }
-    const MaskedTile found = find(last, work_tile.tiles.begin, words, seen);
-    if (ptx::reread(static_cast<int>(threadIdx.x)) == 0) work_tile.tiles.end = found.tile + 1;
+    const int found = find(last, work_tile.tiles.begin, seen);
+    if (ptx::reread(static_cast<int>(threadIdx.x)) == 0) work_tile.tiles.end = found + 1;
     __syncthreads();
     return found;
   }
@@ -195,17 +183,13 @@ struct OptionTiles {
     }
     return {s_begin + constants.bias_offset + warp_row / Config::kWarpRows * bytes, p.bias, lane};
   }
-  /// Words of the warp's rows, of one of two tiles.
-  __device__ __forceinline__ uint32_t* words_of(int words) const {
-    auto* const all = static_cast<uint32_t*>(__cvta_shared_to_generic(s_begin + constants.words_offset));
-    return all + (words & 1) * (Config::kVisibilityBytes / 4) + warp_row * WarpMask::kWords;
-  }
   __device__ __forceinline__ uint32_t visible_tiles_of(int group) const {
-    return visible_tiles<kBlockM, kBlockN>(constants.mask, work_tile.sequence, work_tile.first_query, group, lane);
+    return visible_tiles<kBlockM, kBlockN>(constants.masks, work_tile.masks, work_tile.sequence, work_tile.first_query,
+                                           group, lane);
   }
 
-  /// Does the boolean mask's part of find(). All threads find the same tile, without a barrier.
-  __device__ __forceinline__ int find_by_bits(int tile, int last, uint32_t& seen) const {
+  /// Does find()'s search. All threads find the same tile, without a barrier.
+  __device__ __forceinline__ int find_visible(int tile, int last, uint32_t& seen) const {
     // In float32 there is no register to keep `seen` in.
     bool other_group = Config::kFloat || tile % 32 == 31;
 #pragma unroll 1
@@ -217,27 +201,6 @@ struct OptionTiles {
       other_group = true;
     }
     return tile;
-  }
-
-  __device__ __forceinline__ MaskedTile find_by_words(int tile, int words, uint32_t& seen) const {
-    const Sequence& sequence = work_tile.sequence;
-    uint32_t* const of_warp = words_of(words);
-    for (; tile >= work_tile.tiles.begin; --tile) {
-      if (constants.mask.words) tile = find_by_bits(tile, work_tile.tiles.begin, seen);
-      if (tile < work_tile.tiles.begin) break;
-      const TileVisibility visible = build_visibility<kThreads, kBlockM, kBlockN>(
-          of_warp - warp_row * WarpMask::kWords, MaskRows(ScoreView(), sequence), BlockMaskRows(p.blocks, sequence),
-          work_tile.first_query, tile * kBlockN, sequence.seqlen_q, sequence.seqlen_k);
-      if (!visible.any) continue;
-      if (!visible.all) {
-        for (int k = lane; k < Config::kWarpRows * WarpMask::kWords; k += 32)
-          of_warp[k] = RegisterOrder::pack(of_warp[k]);
-        __syncwarp();
-      }
-      return {tile, !visible.all || constants.mask.words};
-    }
-    __syncthreads();
-    return {tile, false};
   }
 
   /// Adds -slope * distance. On one side of the diagonal this is linear: the keys' part is added, the rows' part

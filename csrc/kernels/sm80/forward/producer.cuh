@@ -59,7 +59,7 @@ struct ForwardLoads : ForwardWarp<Config> {
 
   /// Waits for copies under way, except V's in the first step without masks, and finds the next tile to visit. Then
   /// starts copies: with one stage, of this step's V, unless it is the first step; with two, of the next K and V.
-  __device__ __forceinline__ MaskedTile begin_step(int tile, bool first, int last_tile) {
+  __device__ __forceinline__ int begin_step(int tile, bool first, int last_tile) {
     const Source keys = keys_of(work_tile), values = values_of(work_tile);
     options().share_random_bits(seeds, tile);
     if (!Config::kMasks && first) {
@@ -67,12 +67,12 @@ struct ForwardLoads : ForwardWarp<Config> {
     } else {
       ptx::cp_async_wait<0>();
     }
-    const MaskedTile next = options().find(tile - 1, last_tile, phase + 1, seen);
+    const int next = options().find(tile - 1, last_tile, seen);
     if constexpr (Config::kStages == 1) {
       if (!first) load_value(values, tile, 0, copying_thread());
-    } else if (next.tile >= last_tile) {
-      load_key(keys, next.tile, 1, copying_thread());
-      load_value(values, next.tile, 1, copying_thread());
+    } else if (next >= last_tile) {
+      load_key(keys, next, 1, copying_thread());
+      load_value(values, next, 1, copying_thread());
     }
     ptx::cp_async_commit();
     return next;
@@ -80,11 +80,11 @@ struct ForwardLoads : ForwardWarp<Config> {
 
   /// Releases K(n) when Q K(n)^T is done: with one stage, waits for V(n) and starts the copy of the next K. Warps call
   /// it from either kind of step.
-  __device__ __forceinline__ void release_key(MaskedTile next) const {
+  __device__ __forceinline__ void release_key(int next) const {
     if constexpr (Config::kStages == 1) {
       ptx::cp_async_wait<0>();
       ptx::barrier_sync<kAllWarps, kThreads>();
-      if (next.tile >= work_tile.tiles.begin) load_key(keys_of(work_tile), next.tile, 1, copying_thread());
+      if (next >= work_tile.tiles.begin) load_key(keys_of(work_tile), next, 1, copying_thread());
       ptx::cp_async_commit();
     }
   }

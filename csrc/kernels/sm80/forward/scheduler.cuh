@@ -60,10 +60,7 @@ int64_t plan_options(ForwardConstants& constants, const ForwardParams& p) {
   const ScoreFactors factors(p, Unit::kPerNatural);
   constants.scale = constants.first_scale = factors.scale;
   if constexpr (Config::kReads) {
-    constants.blocks_mask = p.blocks.offsets != nullptr;
-    constants.masked = constants.blocks_mask || MaskSizes(p).units() > 0;
-    constants.words_offset = static_cast<int>(shared_bytes);
-    if (constants.blocks_mask) shared_bytes += 2 * Config::kVisibilityBytes;
+    constants.masked = p.blocks.offsets != nullptr || MaskSizes(p).units() > 0;
   }
   if constexpr (Config::kBiases) {
     const int64_t with_bias = shared_bytes + bias_bytes<Config>(p);
@@ -92,8 +89,9 @@ int64_t plan_options(ForwardConstants& constants, const ForwardParams& p) {
 
 inline ForwardVariant variant_of(const AttentionParams& p) {
   return variant_of({p.softmax_scale, p.softcap, p.alibi_slopes != nullptr, p.dropout.rule.threshold > 0,
-                     p.mask.data != nullptr, p.blocks.offsets != nullptr, p.seq.block_table != nullptr,
-                     p.bias.data != nullptr, can_stage_bias(p.bias), p.dtype, p.bias.dtype});
+                     p.mask.data != nullptr, p.blocks.offsets != nullptr, p.blocks.block_m, p.blocks.block_n,
+                     p.seq.block_table != nullptr, p.bias.data != nullptr, can_stage_bias(p.bias), p.dtype,
+                     p.bias.dtype});
 }
 
 }  // namespace flash_ext::sm80

@@ -18,14 +18,26 @@ enum class ForwardVariant {
   kReads,      // these, bias, masks, and keys in pages
   kBias,       // plain, and a bias of the type of q, in 16-byte chunks
   kFloatBias,  // plain, and a bias of floats, in 16-byte chunks
-  kMask,       // plain, and a boolean mask
+  kMask,       // plain, and a boolean mask, or a block mask with blocks_are_tiles()
   kDrops,      // plain, and dropout
 };
+
+constexpr int kMaskRows = 32, kMaskKeys = 32;  // of a unit of a mask's bits (mask_bits.h)
+
+/// Whether each unit lies in one block of a block mask. Blocks have whole units of keys.
+constexpr bool blocks_are_units(int64_t block_m) { return block_m % kMaskRows == 0; }
+
+/// Whether what a warp sees of a tile of 64 keys does, too. Then its words are those of one bitmap.
+constexpr bool blocks_are_tiles(int64_t block_m, int64_t block_n) {
+  return blocks_are_units(block_m) && block_n % (2 * kMaskKeys) == 0;
+}
 
 /// What a call asks for.
 struct ForwardAsked {
   double softmax_scale, softcap;
-  bool alibi, drops, mask, block_mask, paged;
+  bool alibi, drops, mask, block_mask;
+  int64_t block_m, block_n;  // of the block mask
+  bool paged;
   bool bias, bias_in_chunks;  // of 16 bytes
   DType dtype, bias_dtype;
 };
@@ -34,7 +46,8 @@ struct ForwardAsked {
 constexpr ForwardVariant variant_of(const ForwardAsked& call) {
   const bool scaled = is_positive_scale(call.softmax_scale) && call.softcap == 0 && !call.alibi;
   const bool plain = scaled && !call.drops;
-  if (call.block_mask || call.paged || (call.bias && call.mask)) return ForwardVariant::kReads;
+  const bool masked = call.mask || call.block_mask;
+  if (call.paged || (call.bias && masked) || (call.mask && call.block_mask)) return ForwardVariant::kReads;
   if (call.bias) {
     // The bias is added to products, and for that divided by the scale, which must be normal.
     if (!plain || !call.bias_in_chunks || !is_normal_scale(call.softmax_scale)) return ForwardVariant::kReads;
@@ -42,7 +55,9 @@ constexpr ForwardVariant variant_of(const ForwardAsked& call) {
            : call.bias_dtype == DType::kFloat32 ? ForwardVariant::kFloatBias
                                                 : ForwardVariant::kReads;
   }
-  if (call.mask) return plain ? ForwardVariant::kMask : ForwardVariant::kReads;
+  if (masked)
+    return plain && (call.mask || blocks_are_tiles(call.block_m, call.block_n)) ? ForwardVariant::kMask
+                                                                                : ForwardVariant::kReads;
   if (plain) return ForwardVariant::kPlain;
   // kComputes has dropout at head dim 256 alone, in the place of kDrops: at 128 it lacks registers for it.
   if (call.drops) return scaled ? ForwardVariant::kDrops : ForwardVariant::kReads;
@@ -100,9 +115,6 @@ constexpr int forward_shared_bytes(const ForwardShape& shape, int head_dim, bool
   const int row_bytes = head_dim * (is_float ? 4 : 2);
   return (shape.block_m() + 2 * shape.stages * shape.block_n) * row_bytes + kForwardWorkTileBytes;
 }
-
-/// Bytes of the words of a block mask: the visible keys of two tiles.
-constexpr int block_mask_bytes(const ForwardShape& shape) { return 2 * shape.block_m() * (shape.block_n / 32) * 4; }
 
 /// Whether there is room for a tile of bias for each warp: else it is read element by element.
 constexpr bool has_room_for_bias(const ForwardShape& shape, int shared_bytes, DType bias_dtype, int available) {

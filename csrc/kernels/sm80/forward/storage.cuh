@@ -26,10 +26,10 @@ struct ForwardConstants {
   float cap;
   float per_unit;   // 1 / scale: factor of what is added before `scale`
   float most_bias;  // of saturate_bias()
-  bool caps, scales_first, adds_alibi, reads_bias, drops, masked, blocks_mask;
-  bool stages_bias;               // through shared memory: there is room for it
-  int bias_offset, words_offset;  // there; words of a block mask
-  MaskBits mask;
+  bool caps, scales_first, adds_alibi, reads_bias, drops, masked;
+  bool stages_bias;  // through shared memory: there is room for it
+  int bias_offset;   // there
+  ForwardMasks masks;
   WorkList list;  // of packed sequences; then no heads, groups and batches count
 };
 
@@ -47,17 +47,20 @@ struct NoOptions {
   __device__ __forceinline__ NoOptions(const AttentionParams&, const Sequence&) {}
 };
 
-/// The words of a mask for the CTA's queries.
-struct BlockMaskWords {
-  const uint32_t* words = nullptr;
+/// Where the bits of the masks begin for the CTA's queries.
+struct MasksOfTile {
+  const uint32_t* words = nullptr;  // of the boolean mask
+  const int32_t* ids = nullptr;     // of the block mask, of all queries
 
-  __device__ __forceinline__ void find(const MaskBits& bits, int batch, int head, int first_query) {
-    if (bits.words) words = bits.words + bits.unit(batch, head, first_query / kMaskRows, 0) * kMaskRows;
+  __device__ __forceinline__ void find(const ForwardMasks& masks, int batch, int head, int first_query) {
+    if (masks.pairs.words)
+      words = masks.pairs.words + masks.pairs.unit(batch, head, first_query / kMaskRows, 0) * kMaskRows;
+    if (masks.blocks.ids) ids = masks.blocks.ids_of(batch, head);
   }
 };
 
-struct NoMaskWords {
-  __device__ __forceinline__ void find(const MaskBits&, int, int, int) {}
+struct NoMasks {
+  __device__ __forceinline__ void find(const ForwardMasks&, int, int, int) {}
 };
 
 /// The part of ALiBi that is the same for all keys of a tile, for a lane's row 16 m + 8 r. add_alibi() (options.cuh)
@@ -84,7 +87,7 @@ struct ForwardWorkTile {
   // in the bits. safe_path: with the running maximum, because some row was lost.
   bool sanitised = false, safe_path = false;
   bool met_non_finite = false;  // in V, when it was sanitised
-  std::conditional_t<Config::kMasks, BlockMaskWords, NoMaskWords> mask;
+  std::conditional_t<Config::kMasks, MasksOfTile, NoMasks> masks;
 
   __device__ __forceinline__ ForwardWorkTile(const ForwardParams& p, int batch, int head, int first_query)
       : sequence(p, batch, head),
@@ -95,12 +98,6 @@ struct ForwardWorkTile {
     tiles = sequence.key_tiles<Config::kBlockN>(first_query, min(first_query + Config::kBlockM, sequence.seqlen_q));
     static_assert(sizeof(ForwardWorkTile) <= Config::kWorkTileBytes, "the shared-memory plan has room for it");
   }
-};
-
-/// A key tile, and whether masks hide a part of it.
-struct MaskedTile {
-  int tile;
-  bool partly;  // set by kReads alone; the bits of the mask or the words of the block mask say what is hidden
 };
 
 }  // namespace flash_ext::sm80

@@ -9,7 +9,7 @@ namespace flash_ext::sm80 {
 
 // Instantiated in the files beside this one.
 template <class Element, int kHeadDim>
-void run_forward(const ForwardParams& params, const MaskBits& mask, void* list, cudaStream_t stream);
+void run_forward(const ForwardParams& params, const ForwardMasks& masks, void* list, cudaStream_t stream);
 
 namespace {
 
@@ -20,14 +20,21 @@ int64_t list_bytes(const ForwardParams& params) {
   return (bytes + 127) / 128 * 128;
 }
 
+/// Bytes of the boolean mask, to the next line of 128.
+int64_t mask_bytes(const ForwardParams& params) { return (MaskSizes(params).bytes() + 127) / 128 * 128; }
+
 }  // namespace
 
-int64_t forward_workspace_bytes(const ForwardParams& params) { return list_bytes(params) + MaskSizes(params).bytes(); }
+int64_t forward_workspace_bytes(const ForwardParams& params) {
+  return list_bytes(params) + mask_bytes(params) + BlockSizes(params).bytes();
+}
 
 void forward(const ForwardParams& params, void* workspace, cudaStream_t stream) {
-  const MaskBits mask = make_mask_bits(params, static_cast<char*>(workspace) + list_bytes(params), stream);
+  char* const memory = static_cast<char*>(workspace) + list_bytes(params);
+  const ForwardMasks masks = {make_mask_bits(params, memory, stream),
+                              make_block_bits(params, memory + mask_bytes(params), stream)};
   with_kernel_types(params, [&](auto element, auto head_dim) {
-    run_forward<decltype(element), decltype(head_dim)::value>(params, mask, workspace, stream);
+    run_forward<decltype(element), decltype(head_dim)::value>(params, masks, workspace, stream);
   });
 }
 

@@ -3,6 +3,6 @@
 
 namespace flash_ext::sm80 {
 
-template void run_forward<float, 256>(const ForwardParams&, const MaskBits&, void*, cudaStream_t);
+template void run_forward<float, 256>(const ForwardParams&, const ForwardMasks&, void*, cudaStream_t);
 
 }  // namespace flash_ext::sm80
