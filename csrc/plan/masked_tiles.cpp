@@ -17,8 +17,8 @@ std::string obstacles(const Problem& p, const ListsNeed& need) {
   if (p.varlen) found += ", lengths that lie on the device";
   if (std::max(p.head_dim, p.head_dim_v) > need.most_head_dim) found += text(", head dims above ", need.most_head_dim);
   if (p.block_m % need.queries != 0 || p.block_n % need.keys != 0)
-    found += text(", blocks of ", p.block_m, " x ", p.block_n, " that are not made of whole tiles of ", need.queries,
-                  " x ", need.keys);
+    found +=
+        text(", blocks of ", p.block_m, " x ", p.block_n, " that are no multiples of ", need.queries, " x ", need.keys);
   return found;
 }
 

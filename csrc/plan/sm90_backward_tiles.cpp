@@ -59,11 +59,12 @@ void explain_masks(Draft& draft) {
   const Problem& p = draft.p;
   if (p.has_mask) draft.because(p.mask_per_key && !has_wide_heads(p) ? kHiddenKeys : kHiddenTiles);
   if (!p.has_block_mask) return;
-  const int64_t keys = keys_of(sm90::backward_blocks_shape());
   if (!lists_blocks(p))
-    return explain_idle_lists(draft, {beside_blocks(p), true, sm90::kMaxNarrowHeadDim, sm90::kBackwardBlockM, keys});
+    return explain_idle_lists(
+        draft, {beside_blocks(p), true, sm90::kMaxNarrowHeadDim, sm90::kBackwardBlockM, sm90::kWarpgroupRows});
   draft.because("lists of queries, made from the block mask, drive the loads: blocks of ", p.block_m, " x ", p.block_n,
-                " are made of whole tiles; tiles of keys with the most blocks first");
+                " are multiples of ", sm90::kBackwardBlockM, " x ", sm90::kWarpgroupRows,
+                "; tiles of keys with the most blocks first");
 }
 
 /// Sets a variant, and tiles whose keys the warpgroups share. `more` ends the reason.

@@ -34,7 +34,9 @@ def test_a_large_softcap_goes_to_the_kernel_of_any_options() -> None:
         ({"has_mask": True}, "masks alone", "masks alone"),
         ({"has_block_mask": True, "block_m": 32, "block_n": 64}, "masks alone", "masks alone"),
         ({"has_block_mask": True, "block_m": 128, "block_n": 128}, "block mask alone", "block mask alone"),
-        ({"has_block_mask": True, "block_m": 128, "block_n": 64}, "block mask alone", "masks alone"),
+        ({"has_block_mask": True, "block_m": 128, "block_n": 64}, "block mask alone", "block mask alone"),
+        ({"has_block_mask": True, "block_m": 64, "block_n": 64}, "masks alone", "block mask alone"),
+        ({"has_block_mask": True, "block_m": 128, "block_n": 32}, "masks alone", "masks alone"),
         ({"has_block_mask": True, "block_m": 64, "block_n": 256}, "masks alone", "block mask alone"),
         ({"has_block_mask": True, "block_m": 128, "block_n": 128, "has_sink": True}, "block mask alone",
          "block mask alone"),
@@ -303,15 +305,15 @@ IDLE = "the lists of the block mask do not drive the loads: each tile looks up i
         ({"dropout_p": 0.5, "has_mask": True, "varlen": True, "total_q": 900, "total_k": 900},
          "other options (mask dropout), lengths that lie on the device"),
         ({"head_dim": 192, "head_dim_v": 192}, "head dims above 128"),
-        ({"block_m": 32}, "blocks of 32 x 128 that are not made of whole tiles of {} x {}"),
-        ({"block_n": 32}, "blocks of 128 x 32 that are not made of whole tiles of {} x {}"),
+        ({"block_m": 32}, "blocks of 32 x 128 that are no multiples of {} x {}"),
+        ({"block_n": 32}, "blocks of 128 x 32 that are no multiples of {} x {}"),
     ],
 )  # fmt: skip
 def test_what_keeps_the_lists_of_a_block_mask_from_driving_loads(
     operation: str, fields: dict[str, Any], because: str
 ) -> None:
     found = hopper_plan(operation=operation, **{**BLOCKS, **fields}).reasons
-    tiles = (128, 64) if operation == "forward" else (64, 128)
+    tiles = (128 if operation == "forward" else 64, 64)
     assert [reason for reason in found if "drive" in reason] == [IDLE + because.format(*tiles)]
 
 
@@ -344,7 +346,8 @@ def test_every_call_with_a_block_mask_says_whether_lists_drive_it() -> None:
 def test_lists_of_a_block_mask_that_drive_loads(operation: str, head_dim: int) -> None:
     found = hopper_plan(operation=operation, head_dim=head_dim, head_dim_v=head_dim, **BLOCKS).reasons
     (reason,) = (reason for reason in found if "drive the loads" in reason)
-    assert "blocks of 128 x 128 are made of whole tiles; tiles of" in reason and "with the most blocks first" in reason
+    multiples = "made of whole tiles" if operation == "forward" else "multiples of 64 x 64"
+    assert f"blocks of 128 x 128 are {multiples}; tiles of" in reason and "with the most blocks first" in reason
     assert not any(
         "drive" in reason for reason in hopper_plan(operation=operation, head_dim=head_dim, has_mask=True).reasons
     )

@@ -223,6 +223,9 @@ OPTIONS: dict[str, Callable[[torch.dtype, str], dict[str, Any]]] = {
     },
     "bias and key padding": lambda dtype, device: {"bias": bias_of(device, dtype), "mask": mask_of(device, 1)},
     "block mask": lambda dtype, device: {"block_mask": flash_ext.BlockMask.causal(256, 256, device=device)},
+    "blocks of 64": lambda dtype, device: {
+        "block_mask": flash_ext.BlockMask.causal(256, 256, block_size=(64, 64), device=device)
+    },
     "small blocks": lambda dtype, device: {
         "block_mask": flash_ext.BlockMask.causal(256, 256, block_size=(32, 64), device=device)
     },

@@ -173,11 +173,13 @@ def test_of_a_softcap_that_scores_exceed(device: str, dtype: torch.dtype, head_d
     assert_matches_oracle(call, QKV)
 
 
-def test_of_a_block_mask(device: str, dtype: torch.dtype, head_dim: int) -> None:
+@pytest.mark.parametrize("block", [(32, 64), (64, 64)], ids=str)
+def test_of_a_block_mask(device: str, dtype: torch.dtype, head_dim: int, block: tuple[int, int]) -> None:
+    """Lists drive the backward for blocks of 64 queries up to head_dim 128, and for no others."""
     seqlen_q, seqlen_k = seqlens(device)
-    see = torch.rand(BATCH, HEADS, -(-seqlen_q // 64), -(-seqlen_k // 64), device=device) < 0.5
-    see = see.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :seqlen_q, :seqlen_k]
-    assert_matches_oracle(blocked(call_of(device, dtype, head_dim), see, 64, 64), QKV)
+    see = torch.rand(BATCH, HEADS, -(-seqlen_q // block[0]), -(-seqlen_k // block[1]), device=device) < 0.5
+    see = see.repeat_interleave(block[0], 2).repeat_interleave(block[1], 3)[:, :, :seqlen_q, :seqlen_k]
+    assert_matches_oracle(blocked(call_of(device, dtype, head_dim), see, *block), QKV)
 
 
 def test_of_heads_that_share_keys_in_packed_sequences(device: str, dtype: torch.dtype, head_dim: int) -> None:

@@ -54,7 +54,7 @@ class BackwardBlocksDq : BackwardPipelinedDq<Config> {
                              next.step.stage};
     const LoadedTile tile{step, this->first_term(step)};
     if (warp_ == kQueryWarp) {
-      if (lane_ == 0) storage_.step_metadata[next.step.stage] = {entry.x, entry.y, entry.z, 0};
+      if (lane_ == 0) storage_.step_metadata[next.step.stage] = {entry.x, entry.y, {entry.z, entry.w}};
       this->load_queries(tile);
     } else {
       this->load_grads(tile);

@@ -37,13 +37,13 @@ class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStor
   }
 
   __device__ __forceinline__ QueryTile query_tile(const Steps& step) const {
-    const ListedQueries queries = storage_.step_metadata[step.slot];
+    const FoundQueries queries = storage_.step_metadata[step.slot];
     return {ptx::uniform(queries.head), ptx::uniform(queries.tile)};
   }
 
   __device__ __forceinline__ void load(Next& next) const {
     if (warp_ > kGradWarp || next.step.is_past_end()) return;
-    const ListedQueries found = next.finder.next();
+    const FoundQueries found = next.finder.next();
     const LoadedStep step = {{found.head, found.tile}, next.step.stage};
     const LoadedTile tile{step, this->first_term(step)};
     if (warp_ == kQueryWarp) {

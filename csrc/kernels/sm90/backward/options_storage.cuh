@@ -39,8 +39,7 @@ template <class Config, bool kFindsSteps = Config::kFindsSteps>
 struct BackwardFoundStepsOfCta {};
 template <class Config>
 struct BackwardFoundStepsOfCta<Config, true> {
-  // head: among all; visible: number of the tile's words, -1: none; spare: whether Q or dO may hold Inf or NaN
-  ListedQueries step_metadata[kMetadataSlots];
+  FoundQueries step_metadata[kMetadataSlots];
   const uint32_t* words;  // of all tiles
   int steps;
 };

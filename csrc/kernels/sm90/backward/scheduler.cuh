@@ -18,7 +18,7 @@ class BackwardStepFinder : BackwardStepChunk<Config> {
   }
 
   /// Returns the next step, as BackwardFoundStepsOfCta has it. There must be one.
-  __device__ __forceinline__ ListedQueries next() {
+  __device__ __forceinline__ FoundQueries next() {
     while (left_ == 0) {
       chunk_ = this->after(chunk_);
       take();

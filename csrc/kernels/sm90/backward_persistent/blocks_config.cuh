@@ -21,8 +21,8 @@ struct BackwardPersistentBlocksConfig : BackwardPersistentConfig<Element, kHeadD
   static_assert(kPieceQueries % 16 == 0, "row terms are permuted within 16 queries");
   static_assert(kPieceQueries * kPanelRowBytes % kSwizzleBytes == 0, "a piece is loaded as rows of a swizzled tile");
   static_assert(Base::kBlockM / 8 <= 16, "a lane's words have a bit for each of its queries");
-  static_assert(Base::kWarpgroups == backward_blocks_shape().key_groups,
-                "lists_blocks() asks for blocks of these keys");
+  static_assert(Base::kWarpgroups == kListedKeyGroups && kWarpgroupRows == kListedGroupKeys,
+                "a step's metadata has the bits of each warpgroup's keys");
   static_assert(kMetadataSlots > Base::kStages && (kMetadataSlots & (kMetadataSlots - 1)) == 0,
                 "metadata outlives its stage; a step has the slot of its number");
   static_assert(kPieceQueries == kTailQueries, "the last step of a list lacks whole pieces");

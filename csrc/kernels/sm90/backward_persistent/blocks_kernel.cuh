@@ -1,8 +1,9 @@
 // The backward of block masks at head_dim 64: the persistent kernel, driven by lists.
 //
-// A tile of 128 keys lies within one column of blocks. A kernel lists the pieces of 32 queries that see it, from the
-// mask's rows (common/backward/query_lists.h); three of them, which follow each other in the list, are a step
-// (sm90/common/backward/pieces.cuh). CTAs take key tiles longest first (common/scheduler/longest_first.h).
+// A kernel lists the pieces of 32 queries that see some of a tile of 128 keys, from the mask's rows
+// (common/backward/query_lists.h); three of them, which follow each other in the list, are a step
+// (sm90/common/backward/pieces.cuh). The 64 keys of a consumer warpgroup lie within one column of blocks. CTAs take key
+// tiles longest first (common/scheduler/longest_first.h).
 #pragma once
 
 #include "blocks_config.cuh"
@@ -45,7 +46,7 @@ template <class Element, int kHeadDim>
 void run_backward_persistent_blocks(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Config = BackwardPersistentBlocksConfig<Element, kHeadDim>;
   const BackwardPersistentBlocksMemory<Config> all(p, memory);
-  make_query_lists(p, all.workspace.query_lists, Config::kBlockN, stream);
+  make_query_lists(p, all.workspace.query_lists, stream);
   list_longest_first(all.order, all.schedule.list, stream);
   launch_backward_persistent<Config, BackwardPersistentBlocksDq<Config>>(p, all, kPieceQueries, score_scale(p, kLog2E),
                                                                          stream, [] {});

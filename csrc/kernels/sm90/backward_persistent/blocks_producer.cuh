@@ -48,7 +48,7 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
     batch_ = ptx::uniform(work_tile.sequence.batch);
     first_piece_ = ptx::uniform(static_cast<int>(work_tile.workspace_tile)) * kPieces;
     const bool always_hides = work_tile.large || work_tile.first_key + Config::kBlockN > work_tile.sequence.seqlen_k;
-    flags_ = ptx::uniform(always_hides ? BackwardPiece::kHides : 0);
+    flags_ = ptx::uniform(always_hides ? kPiecesHide : 0);
     g_entry_ = work_tile.steps + lane_;
     read_entry();
     this->load_keys_of(work_tile, slot);
@@ -58,7 +58,7 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
   /// Reads the next entries of the list: a piece each in lanes 0, 1, ..
   __device__ __forceinline__ void read_entry() {
     entry_ = lane_ < min(left_, kPieces) ? __ldg(reinterpret_cast<const int4*>(g_entry_))
-                                         : int4{0, BackwardPiece::kAbsent, -1, 0};
+                                         : int4{0, BackwardPiece::kAbsent, -1, -1};
     g_entry_ += kPieces;
   }
   __device__ __forceinline__ void load_step() {
@@ -83,13 +83,14 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
   /// last step of a tile consumers read flags of the next slot, which may be written meanwhile, and use them for
   /// nothing. Rows past the last query hide nothing: they are loaded as zeros, and their terms make weights of 0.
   __device__ __forceinline__ void write_metadata() {
-    const int head = entry_.x, tile = entry_.y, visible = entry_.z;
+    const int head = entry_.x, tile = entry_.y;
     int flags = flags_;
-    if (__any_sync(~0u, visible >= 0)) flags |= BackwardPiece::kHides | BackwardPiece::kHasBitmap;
+    if (__any_sync(~0u, (entry_.z & entry_.w) >= 0)) flags |= kPiecesHide | kPiecesAreMasked;
     // A head's planes of dQ^T follow each other.
     const int dq = tile < 0 ? BackwardPiece::kAbsent : head * kDqPlanes * pieces_of_head() + tile;
     if (lane_ < kPieces)
-      *reinterpret_cast<int4*>(&storage_.step_metadata[slot_].pieces[lane_]) = make_int4(tile, visible, dq, flags);
+      *reinterpret_cast<int4*>(&storage_.step_metadata[slot_].pieces[lane_]) = make_int4(tile, dq, entry_.z, entry_.w);
+    if (lane_ == 0) storage_.step_flags[slot_] = flags;
     __syncwarp();
     slot_ = (slot_ + 1) % kMetadataSlots;
   }

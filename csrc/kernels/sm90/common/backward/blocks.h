@@ -29,8 +29,7 @@ struct BackwardBlocksWorkspace {
   BackwardBlocksWorkspace(const BackwardParams& p, int block_m, int listed_queries, int block_n, int head_dim,
                           void* memory)
       : rows(p, block_m, block_n, head_dim, memory),
-        order(order_of(
-            rows.query_lists = QueryLists(p, listed_queries, block_n, static_cast<char*>(memory) + rows.bytes), p)),
+        order(order_of(rows.query_lists = QueryLists(p, listed_queries, static_cast<char*>(memory) + rows.bytes), p)),
         schedule(p, block_n, head_dim, false, nullptr) {
     const int64_t lists_end = rows.bytes + rows.query_lists.bytes;
     schedule.list = order.view(static_cast<char*>(memory) + lists_end);

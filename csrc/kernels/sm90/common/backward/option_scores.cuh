@@ -122,7 +122,7 @@ class BackwardOptionScores {
       if (!next.is_past_end()) find(next);
     }
   }
-  __device__ __forceinline__ const ListedQueries& found() const { return found_; }
+  __device__ __forceinline__ const FoundQueries& found() const { return found_; }
 
   __device__ __forceinline__ void softmax_step(Weights& p, Weights& ds, const Scores& s, const Terms& lse,
                                                float scale) const {
@@ -301,12 +301,12 @@ class BackwardOptionScores {
   /// Reads the metadata of a step that the mask leaves, and the mask word of the lane's pairs.
   __device__ __forceinline__ void find(const Steps& step) {
     wait_for(storage_.q_full[step.stage], step.parity);
-    const ListedQueries queries = storage_.step_metadata[step.slot];
-    found_ = {0, ptx::uniform(queries.tile), ptx::uniform(queries.visible), ptx::uniform(queries.spare)};
-    if (found_.visible < 0) return;
+    const FoundQueries queries = storage_.step_metadata[step.slot];
+    found_ = {0, ptx::uniform(queries.tile), ptx::uniform(queries.words), ptx::uniform(queries.has_non_finite)};
+    if (found_.words < 0) return;
     constexpr int kWordsOfTile = kBlockM * (Config::kBlockN / 32);
     word_ =
-        __ldg(storage_.words + int64_t{found_.visible} * kWordsOfTile + (ptx::reread(threadIdx.x) - kWarpgroupThreads));
+        __ldg(storage_.words + int64_t{found_.words} * kWordsOfTile + (ptx::reread(threadIdx.x) - kWarpgroupThreads));
   }
 
   const BackwardParams& p_;
@@ -316,7 +316,7 @@ class BackwardOptionScores {
   typename Tile::Kept kept_;
   uint32_t bias_parity_;
   uint32_t next_kept_word_;  // of the lane, for the next step
-  ListedQueries found_;
+  FoundQueries found_;
   uint32_t word_;
   uint32_t visible_keys_;  // a bit for each of the warp's 16 keys
   int next_head_;          // whose slope, or biases of keys, must be read when it begins

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "kernels/common/backward/query_lists.h"
 #include "kernels/common/mask/bits.cuh"
 #include "kernels/ptx/reread.h"
 #include "kernels/ptx/uniform.h"
@@ -16,18 +17,19 @@ namespace flash_ext::sm90 {
 
 constexpr int kPieceQueries = 32;
 
-/// Metadata of a piece. The flags are those of its step.
+/// Flags of a step. They have an array of their own, because shared memory has no room for a fourth int4 per step.
+enum BackwardPiecesFlags : int32_t {
+  kPiecesHide = 1,       // some pair is hidden, or weights must be bounded
+  kPiecesAreMasked = 2,  // a mask hides some pair, of queries and keys that exist
+};
+
+/// Metadata of a piece.
 struct alignas(16) BackwardPiece {
-  enum Flags : int32_t {
-    kHides = 1,      // some pair is hidden, or weights must be bounded
-    kHasBitmap = 2,  // a mask hides some pair, of queries and keys that exist
-  };
   static constexpr int32_t kAbsent = -1;
 
-  int32_t tile;     // of 32 queries of its head, or kAbsent
-  int32_t visible;  // as in ListedQueries
-  int32_t dq;       // where its dQ^T lies, in pieces of a plane (dq_of_plane) from the first of the group's first head
-  int32_t flags;
+  int32_t tile;  // of 32 queries of its head, or kAbsent
+  int32_t dq;    // where its dQ^T lies, in pieces of a plane (dq_of_plane) from the first of the group's first head
+  int32_t visible[kListedKeyGroups];  // as in ListedQueries
 };
 
 /// What a consumer warp reads ahead of a step: its flags, and the lane's words of bits of each piece, as
@@ -49,14 +51,14 @@ template <class Config>
 struct BackwardPieces {
   BackwardPiece pieces[Config::kPieces];
 
-  /// Issues the loads of the bits of this step's bitmaps. `g_warp`: where those of the warp's 16 keys begin
-  /// (WorkTileSteps::visible).
-  __device__ __forceinline__ void load_bits(BackwardPieceBits<Config>& bits, const uint2* g_warp, int stride,
+  /// Issues the loads of the bits of this step, of the keys of a key group. `g_warp`: where those of the warp's 16 keys
+  /// begin in a set of bits, of the first set.
+  __device__ __forceinline__ void load_bits(BackwardPieceBits<Config>& bits, const uint2* g_warp, int key_group,
                                             int lane) const {
 #pragma unroll
     for (int k = 0; k < Config::kPieces; ++k) {
-      const int visible = ptx::uniform(pieces[k].visible);
-      if (visible >= 0) bits.of_piece[k] = __ldg(g_warp + int64_t{visible} * stride + lane);
+      const int visible = ptx::uniform(pieces[k].visible[key_group]);
+      if (visible >= 0) bits.of_piece[k] = __ldg(g_warp + int64_t{visible} * kBitsOfKeyGroup + lane);
     }
   }
 

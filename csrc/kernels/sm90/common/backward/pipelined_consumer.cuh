@@ -358,11 +358,10 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   template <class TermsTile>
   __device__ __forceinline__ void sanitise_if_hidden(const Steps& step, const FullTiles& full, Bits& bits,
                                                      typename TermsTile::Terms& lse) const {
-    if constexpr (kListsPieces) bits.flags = storage_.step_metadata[step.slot].pieces[0].flags, bits.show_all();
+    if constexpr (kListsPieces) bits.flags = storage_.step_flags[step.slot], bits.show_all();
     if (may_hide(step, full, bits) && !step.is_past_end()) {
       if (Rules::kLateLse) TermsTile::load(lse, storage_.lse[step.stage], lane_);
-      if constexpr (kListsPieces)
-        storage_.step_metadata[step.slot].load_bits(bits, bits_of_warp(), work_tile_.visible_stride, lane_);
+      if constexpr (kListsPieces) storage_.step_metadata[step.slot].load_bits(bits, bits_of_warp(), warpgroup_, lane_);
       if (Rules::kBoundsScores || p_.sink || may_run_past_queries(step) || may_be_non_finite(step) ||
           TermsTile::has_non_finite(lse))
         sanitise_rows(step);
@@ -398,19 +397,22 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   }
   /// Whether Q or dO of a step may hold Inf or NaN while a mask hides some of its pairs.
   __device__ __forceinline__ bool may_be_non_finite(const Steps& step) const {
-    if constexpr (Config::kFindsSteps) return rules_.found().spare != 0;
+    if constexpr (Config::kFindsSteps) return rules_.found().has_non_finite;
     return rules_.may_be_non_finite();
   }
   /// Whether some key may be hidden from some query.
   __device__ __forceinline__ bool may_hide(const Steps& step, const FullTiles& full, const Bits& bits) const {
     if constexpr (kListsPieces) {
-      return p_.blocks.num_bitmaps > 0 && (ptx::uniform(bits.flags) & BackwardPiece::kHasBitmap) != 0;
+      return hides_listed_pairs(p_.blocks) && (ptx::uniform(bits.flags) & kPiecesAreMasked) != 0;
     } else if constexpr (Config::kListsBlocks) {
-      return p_.blocks.num_bitmaps > 0 && !step.is_past_end() && storage_.step_metadata[step.stage].visible >= 0;
+      if (!hides_listed_pairs(p_.blocks) || step.is_past_end()) return false;
+      // Of either key group: all consumers sanitise rows together.
+      const ListedQueries queries = storage_.step_metadata[step.stage];
+      return (queries.visible[0] & queries.visible[1]) >= 0;
     } else if constexpr (Config::kFindsSteps) {
       if (step.is_past_end()) return false;
-      const ListedQueries& queries = rules_.found();
-      return (queries.visible >= 0 && queries.spare != 0) || !full.has(queries.tile);
+      const FoundQueries& queries = rules_.found();
+      return (queries.words >= 0 && queries.has_non_finite) || !full.has(queries.tile);
     } else {
       return !full.has(step.tile);
     }
@@ -420,27 +422,27 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
                                               const FullTiles& full_of_keys) const {
     if (step.is_past_end()) return false;
     const int tile = rules_.found().tile;
-    const bool partial = !full_of_keys.has(tile), masked = rules_.found().visible >= 0;
+    const bool partial = !full_of_keys.has(tile), masked = rules_.found().words >= 0;
     if (!partial && !masked) return false;
     visible[0] = visible[1] = ~0u;
     if (partial) Tile::find_visible(visible, work_tile_.sequence, this->first_key(), tile * kBlockM, lane_);
     if (masked) rules_.hide_pairs(visible);
     return true;
   }
-  /// find_visible() for a step of a list: by a bitmap and by the ends of the sequences.
+  /// find_visible() for a step of a list: by the bits of the warpgroup's keys and by the ends of the sequences.
   __device__ __forceinline__ bool find_listed(Visible& visible, const Steps& step) const {
     if (step.is_past_end()) return false;
     const ListedQueries queries = storage_.step_metadata[step.stage];
-    const int first_query = ptx::uniform(queries.tile) * kBlockM, of_bitmap = ptx::uniform(queries.visible);
+    const int first_query = ptx::uniform(queries.tile) * kBlockM;
+    const int set = ptx::uniform(warpgroup_ == 0 ? queries.visible[0] : queries.visible[1]);
     const Sequence& sequence = work_tile_.sequence;
     const bool partial =
         first_query + kBlockM > sequence.seqlen_q || work_tile_.first_key + Config::kBlockN > sequence.seqlen_k;
-    if (!partial && of_bitmap < 0 && !work_tile_.large) return false;
+    if (!partial && set < 0 && !work_tile_.large) return false;
     visible[0] = visible[1] = ~0u;
     if (partial) Tile::find_visible(visible, sequence, this->first_key(), first_query, lane_);
-    if (of_bitmap >= 0) {
-      const uint2* const g_warp = work_tile_.visible + int64_t{of_bitmap} * work_tile_.visible_stride;
-      const uint2 bits = __ldg(g_warp + (warpgroup_ * kWarpgroupWarps + warp_) * 32 + lane_);
+    if (set >= 0) {
+      const uint2 bits = __ldg(bits_of_warp() + int64_t{set} * kBitsOfKeyGroup + lane_);
       visible[0] &= bits.x;
       visible[1] &= bits.y;
     }
@@ -449,16 +451,14 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
 
   /// find_visible() for a step of pieces, whose bits have been loaded.
   __device__ __forceinline__ bool find_listed_pieces(Visible& visible, const Bits& bits, const Steps& step) const {
-    if (step.is_past_end() || (bits.flags & BackwardPiece::kHides) == 0) return false;
+    if (step.is_past_end() || (bits.flags & kPiecesHide) == 0) return false;
     const Sequence& sequence = work_tile_.sequence;
     storage_.step_metadata[step.slot].find_visible(visible, bits, sequence.seqlen_q,
                                                    sequence.seqlen_k - this->first_key(), lane_);
     return true;
   }
-  /// The bits of bitmaps for this warp's keys.
-  __device__ __forceinline__ const uint2* bits_of_warp() const {
-    return work_tile_.visible + (warpgroup_ * kWarpgroupWarps + warp_) * 32;
-  }
+  /// The bits of this warp's keys in the first set of bits.
+  __device__ __forceinline__ const uint2* bits_of_warp() const { return work_tile_.visible + warp_ * 32; }
 
   /// Zeroes hidden weights, those of dV and those of dS, and bounds P. With dropout, p is computed from ds afterwards.
   __device__ __forceinline__ void hide_weights(Weights& p, Weights& ds, const Visible& visible) const {

@@ -24,6 +24,13 @@ struct BackwardStep {
   int head, tile;
 };
 
+/// The same as the metadata of a step that a mask of pairs leaves (BackwardStepFinder). `head` counts among all.
+struct alignas(16) FoundQueries {
+  int32_t head, tile;
+  int32_t words;           // number of the tile's words; -1: none
+  int32_t has_non_finite;  // whether Q or dO may hold Inf or NaN
+};
+
 template <class Config>
 using BackwardTaskOf = BackwardTask<Config::kBlockM, Config::kBlockN, Config::kAnchored>;
 
@@ -33,8 +40,7 @@ struct WorkTileSteps {};
 template <>
 struct WorkTileSteps<true> {
   const ListedQueries* steps;
-  const uint2* visible;  // bits of bitmaps: where those of number 0 (ListedQueries::visible) begin
-  int visible_stride;    // from one such number to the next
+  const uint2* visible;  // QueryLists::visible
 };
 
 /// Where the steps of a key tile begin and end. Persistent CTAs begin with the first query that sees their keys, and
@@ -89,7 +95,7 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
       groups[g].begin = max(groups[g].begin, tiles.begin), groups[g].end = min(groups[g].end, tiles.end);
     }
     if constexpr (Config::kListsBlocks) {
-      list_steps(p, workspace.query_lists);
+      list_steps(workspace.query_lists);
     } else if constexpr (Config::kHasTails) {
       find_tail();
     }
@@ -140,13 +146,12 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
     }
   }
   /// Replaces the range of tiles by the list: `tiles` then counts its entries.
-  __device__ __forceinline__ void list_steps(const AttentionParams& p, const QueryLists& lists) {
+  __device__ __forceinline__ void list_steps(const QueryLists& lists) {
     const int64_t list = lists.index(sequence.batch, sequence.head_kv, first_key / Config::kBlockN);
     tiles.begin = tiles.full_begin = tiles.full_end = 0;
     tiles.end = lists.counts[list];
     this->steps = lists.steps + list * lists.most_steps;
-    this->visible = lists.visible + first_key % static_cast<int>(p.blocks.block_n) / 16 * 32;
-    this->visible_stride = static_cast<int>(p.blocks.block_n) / 16 * 32;
+    this->visible = lists.visible;
     if constexpr (Config::kHasTails) this->tail_queries = tiles.end % Config::kPieces * kTailQueries;
   }
 };

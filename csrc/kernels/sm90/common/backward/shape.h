@@ -31,8 +31,8 @@ constexpr BackwardShape backward_shape(int head_dim) {
   return head_dim == 64 ? BackwardShape{3, 144, 80} : BackwardShape{2, 216, 72};
 }
 
-/// The shape of the variant of block masks at head_dim 128: tiles of keys divide its blocks. The persistent kernel's
-/// tiles have as many keys.
+/// The shape of the variant of block masks at head_dim 128. The persistent kernel's tiles have as many keys. Each of
+/// their key groups lies within one column of blocks; the two groups may lie in different ones.
 constexpr BackwardShape backward_blocks_shape() { return {2, 216, 72}; }
 
 /// The shape of the persistent kernel, at head_dim 64. dK and dV are small there, and leave registers for scores and
@@ -53,8 +53,7 @@ struct BackwardBlocksCall {
 
 constexpr bool lists_blocks(const BackwardBlocksCall& call) {
   return call.block_m > 0 && call.only_blocks && call.equal_lengths && call.head_dim <= kMaxNarrowHeadDim &&
-         call.block_m % kBackwardBlockM == 0 &&
-         call.block_n % (backward_blocks_shape().key_groups * kWarpgroupRows) == 0;
+         call.block_m % kBackwardBlockM == 0 && call.block_n % kWarpgroupRows == 0;
 }
 
 /// Whether products of a step overlap those of the next in kernels of this shape. At head_dim 64 they do so in the
