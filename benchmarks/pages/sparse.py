@@ -36,7 +36,7 @@ def sparse_lines() -> list[str]:
     return [
         *lines,
         "",
-        "Random blocks of other sizes, a quarter of them visible; the backward has lists for some of these sizes only",
+        "Random blocks of other sizes, a quarter of them visible; the forward has lists for some of these sizes only",
         "([which kernel](kernels/block_sparse.md#which-kernel)):",
         "",
         *table_of(record, list(dict.fromkeys(with_others)), others, sizes),
