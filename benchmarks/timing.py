@@ -35,7 +35,8 @@ Reading = Callable[[], float]  # milliseconds, once the clock has waited
 
 @dataclass(frozen=True)
 class Candidate:
-    """A call that is timed; ``around`` is entered before the clock starts and left after it stopped."""
+    """A call that is timed; ``around`` is entered before the clock starts and left after it stopped. On a GPU it is
+    entered before the flush: what entering takes of the host's time must not delay the call."""
 
     call: Callable[[], Any]
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -183,9 +184,10 @@ class CudaClock:
         pass
 
     def time(self, candidate: Candidate) -> Reading:
-        for _ in range(self._flushes):
-            self._flush.zero_()
-        return self.time_loop(candidate, 1)
+        with candidate.around():
+            for _ in range(self._flushes):
+                self._flush.zero_()
+            return self.time_loop(Candidate(candidate.call), 1)
 
     def time_loop(self, candidate: Candidate, calls: int) -> Reading:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

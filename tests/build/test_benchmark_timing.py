@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -119,6 +121,34 @@ def test_more_time_is_more_flushes() -> None:
     assert (patient._flushes, clock._flushes) == (6, 3) and patient._flush is clock._flush
     cpu = CpuClock()
     assert cpu.with_more_time() is cpu
+
+
+def test_what_is_around_a_call_comes_before_the_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it takes of the host's time, a GPU would otherwise wait for: the flush lets the host run ahead."""
+    order: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            order.append("event")
+
+    class Flush:
+        def zero_(self) -> None:
+            order.append("flush")
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        order.append("enter")
+        yield
+        order.append("leave")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = object.__new__(timing.CudaClock)  # without a GPU
+    clock._flushes, clock._flush = 2, cast(torch.Tensor, Flush())
+    clock.time(Candidate(lambda: order.append("call"), around))
+    assert order == ["enter", "flush", "flush", "event", "call", "event", "leave"]
 
 
 def test_sustained_loops() -> None:
