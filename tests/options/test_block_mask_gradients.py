@@ -17,7 +17,7 @@ from tests.oracle import Call, assert_kernel_on_hopper, assert_matches_oracle, m
 BLOCKS = [(64, 128), (128, 128), (192, 256), (64, 64), (128, 64), (64, 192)]
 GRADIENTS = ("q", "k", "v")
 # None: whole blocks of 64 x 64, without bitmaps.
-SIZES_OF_POISON = [((64, 128), 64), ((64, 64), 64), ((64, 64), 128), (None, 64), (None, 128)]
+POISONED_CASES = [((64, 128), 64), ((64, 64), 64), ((64, 64), 128), (None, 64), (None, 128)]
 
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=str)
@@ -150,7 +150,7 @@ def call_of_whole_blocks(
     return call
 
 
-@pytest.mark.parametrize(("block", "head_dim"), SIZES_OF_POISON, ids=str)
+@pytest.mark.parametrize(("block", "head_dim"), POISONED_CASES, ids=str)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_what_nobody_sees_reaches_no_gradient(

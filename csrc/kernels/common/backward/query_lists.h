@@ -51,10 +51,13 @@ struct QueryLists {
 /// Launches the kernels that fill the lists.
 void make_query_lists(const AttentionParams& p, const QueryLists& lists, cudaStream_t stream);
 
-/// Whether a step may have a hidden pair of a query and a key that exist. Where no block has a bitmap, only a key group
-/// whose block is not listed hides pairs; both key groups of a tile lie in one block if blocks are made of whole tiles.
-FLASH_EXT_HOST_DEVICE bool hides_listed_pairs(const BlockMaskParams& mask) {
-  return mask.num_bitmaps > 0 || static_cast<uint32_t>(mask.block_n) % kListedKeys != 0;
+/// The parameters of the main kernel, which tests for hidden pairs where there are bitmaps. Blocks that are not made of
+/// whole key tiles hide key groups too: the zeros of hidden() count as a bitmap. Lists and scratch memory follow from the
+/// call's own parameters.
+inline BackwardParams with_hidden_groups(const BackwardParams& p) {
+  BackwardParams listed = p;
+  if (p.blocks.block_n % kListedKeys != 0) ++listed.blocks.num_bitmaps;
+  return listed;
 }
 
 }  // namespace flash_ext

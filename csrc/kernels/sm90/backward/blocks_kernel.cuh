@@ -34,8 +34,9 @@ void run_backward_blocks(const BackwardParams& p, void* memory, cudaStream_t str
   using Rows = BackwardRowKernels<Element, BackwardDqLayout<kHeadDim>, kBlockM, kHeadDim, true>;
   const BackwardStoringMaps maps = storing_maps(p, backward_maps<Config>(p));
   launch_backward_sequence<Rows>(p, all.rows, kBackwardNames, true, stream, [&] {
-    launch_backward_kernel<BackwardBlocksRoles<Config>>(
-        kBackwardNames.main, p, {maps, all.rows, all.schedule, score_scale(p, kLog2E)}, all.order.positions(), stream);
+    launch_backward_kernel<BackwardBlocksRoles<Config>>(kBackwardNames.main, with_hidden_groups(p),
+                                                        {maps, all.rows, all.schedule, score_scale(p, kLog2E)},
+                                                        all.order.positions(), stream);
   });
 }
 

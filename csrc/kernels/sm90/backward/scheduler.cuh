@@ -17,7 +17,7 @@ class BackwardStepFinder : BackwardStepChunk<Config> {
     take();
   }
 
-  /// Returns the next step, as BackwardFoundStepsOfCta has it. There must be one.
+  /// Returns the next step. There must be one.
   __device__ __forceinline__ FoundQueries next() {
     while (left_ == 0) {
       chunk_ = this->after(chunk_);

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kListThreads)
   for (int head = 0; head < lists.group; ++head) {
     const int32_t* const offsets =
         mask.offsets + batch * mask.offsets_batch_stride + (head_kv * lists.group + head) * mask.offsets_head_stride;
-    bool last_found = false;  // whether this lane has found the block in its row of the last 32
+    bool last_found = false;  // whether this lane has found a block of the tile in its row of the last 32
     for (int first = 0; first < rows; first += 32) {
       const int row = first + lane;
       ListedBitmaps bitmaps = {kNotListed, kNotListed};
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kListThreads)
   if (flat >= lists.num_visible * kBitsOfKeyGroup) return;
   const int lane = static_cast<int>(flat % 32);
   const int key = static_cast<int>(flat / 32 % warps_of_block) * kKeysOfWarp + lane / 4;
-  // Of queries, counted over all bitmaps; a bitmap consists of whole ones.
+  // The query tile, counted over all bitmaps; a bitmap consists of whole ones.
   const int64_t tile = flat / 32 / warps_of_block;
   const int32_t* const g_rows = mask.bitmaps + (tile * query_tile_size + 2 * (lane % 4)) * words + key / 32;
   uint32_t visible[2] = {0, 0};

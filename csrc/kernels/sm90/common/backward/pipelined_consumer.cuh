@@ -358,10 +358,11 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   template <class TermsTile>
   __device__ __forceinline__ void sanitise_if_hidden(const Steps& step, const FullTiles& full, Bits& bits,
                                                      typename TermsTile::Terms& lse) const {
-    if constexpr (kListsPieces) bits.flags = storage_.step_flags[step.slot], bits.show_all();
+    if constexpr (kListsPieces) bits.flags = storage_.step_metadata[step.slot].flags(), bits.show_all();
     if (may_hide(step, full, bits) && !step.is_past_end()) {
       if (Rules::kLateLse) TermsTile::load(lse, storage_.lse[step.stage], lane_);
-      if constexpr (kListsPieces) storage_.step_metadata[step.slot].load_bits(bits, bits_of_warp(), warpgroup_, lane_);
+      if constexpr (kListsPieces)
+        storage_.step_metadata[step.slot].load_bits(bits, bits_of_warp(), ptx::uniform(warpgroup_), lane_);
       if (Rules::kBoundsScores || p_.sink || may_run_past_queries(step) || may_be_non_finite(step) ||
           TermsTile::has_non_finite(lse))
         sanitise_rows(step);
@@ -403,11 +404,12 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   /// Whether some key may be hidden from some query.
   __device__ __forceinline__ bool may_hide(const Steps& step, const FullTiles& full, const Bits& bits) const {
     if constexpr (kListsPieces) {
-      return hides_listed_pairs(p_.blocks) && (ptx::uniform(bits.flags) & kPiecesAreMasked) != 0;
+      const bool hides = Config::kTwoColumns || p_.blocks.num_bitmaps > 0;
+      return hides && (ptx::uniform(bits.flags) & kPiecesAreMasked) != 0;
     } else if constexpr (Config::kListsBlocks) {
-      if (!hides_listed_pairs(p_.blocks) || step.is_past_end()) return false;
+      if (p_.blocks.num_bitmaps == 0 || step.is_past_end()) return false;
       // Of either key group: all consumers sanitise rows together.
-      const ListedQueries queries = storage_.step_metadata[step.stage];
+      const ListedQueries& queries = storage_.step_metadata[step.stage];
       return (queries.visible[0] & queries.visible[1]) >= 0;
     } else if constexpr (Config::kFindsSteps) {
       if (step.is_past_end()) return false;
@@ -432,9 +434,9 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   /// find_visible() for a step of a list: by the bits of the warpgroup's keys and by the ends of the sequences.
   __device__ __forceinline__ bool find_listed(Visible& visible, const Steps& step) const {
     if (step.is_past_end()) return false;
-    const ListedQueries queries = storage_.step_metadata[step.stage];
-    const int first_query = ptx::uniform(queries.tile) * kBlockM;
-    const int set = ptx::uniform(warpgroup_ == 0 ? queries.visible[0] : queries.visible[1]);
+    const ListedQueries& queries = storage_.step_metadata[step.stage];
+    const int first_query = ptx::uniform(queries.tile) * kBlockM,
+              set = ptx::uniform(queries.visible[ptx::uniform(warpgroup_)]);
     const Sequence& sequence = work_tile_.sequence;
     const bool partial =
         first_query + kBlockM > sequence.seqlen_q || work_tile_.first_key + Config::kBlockN > sequence.seqlen_k;
