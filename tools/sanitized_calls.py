@@ -49,6 +49,9 @@ OPTIONS: dict[str, Options] = {
     "block mask": lambda dtype: {
         "block_mask": flash_ext.BlockMask.sliding_window(*LENGTHS, (90, 20), block_size=(64, 64), device="cuda")
     },
+    "block mask of small blocks": lambda dtype: {
+        "block_mask": flash_ext.BlockMask.sliding_window(*LENGTHS, (90, 20), block_size=(32, 64), device="cuda")
+    },
     "block mask of whole tiles": lambda dtype: {
         "block_mask": flash_ext.BlockMask.sliding_window(*LENGTHS, (90, 20), block_size=(128, 128), device="cuda")
     },
@@ -71,6 +74,20 @@ def attention_calls() -> Iterator[tuple[str, Callable[[], object]]]:
             return run_library(call, tuple(call.inputs()))
 
         yield f"attention {name} {dtype} {dims}", run
+
+
+def block_mask_calls_for_all_gpus() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Block masks by the kernels that every GPU runs: by a grid of blocks, and (48, 96) by lookups in the lists."""
+    for dtype, head_dim, size in itertools.product(DTYPES, (64, 128, 256), ((128, 128), (64, 64), (48, 96))):
+
+        def run(dtype: torch.dtype = dtype, head_dim: int = head_dim, size: tuple[int, int] = size) -> None:
+            mask = flash_ext.BlockMask.sliding_window(*LENGTHS, (90, 20), block_size=size, device="cuda")
+            call = make_call(2, *LENGTHS, 4, 2, head_dim, dtype=dtype, device="cuda", block_mask=mask)
+            own = torch.ops.flash_ext.use_own_kernels(False)
+            run_library(call.with_random_gradients(), ("q", "k", "v"))
+            torch.ops.flash_ext.use_own_kernels(own)
+
+        yield f"block mask for all GPUs {size} {dtype} {head_dim}", run
 
 
 def short_calls() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -280,8 +297,10 @@ def block_lists() -> list[flash_ext.BlockMask]:
 def main() -> int:
     pattern = re.compile(sys.argv[1] if len(sys.argv) > 1 else "")
     count = 0
-    kinds = (attention_calls, short_calls, large_calls, forward_tiles, packed_calls, many_packed_calls, wild_calls,
-             decode_calls, other_calls)  # fmt: skip
+    kinds = (
+        attention_calls, block_mask_calls_for_all_gpus, short_calls, large_calls, forward_tiles, packed_calls,
+        many_packed_calls, wild_calls, decode_calls, other_calls,
+    )  # fmt: skip
     for calls in kinds:
         for name, run in calls():
             if pattern.search(name):

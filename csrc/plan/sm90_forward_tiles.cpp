@@ -180,7 +180,8 @@ sm90::ForwardShape blocks_shape(Draft& draft, const sm90::HeadDims& dims) {
   draft.take_variant(name_of(sm90::ForwardVariant::kBlocks));
   const sm90::ForwardShape shape = sm90::forward_blocks_shape(dims);
   draft.because("the lists of the block mask drive the loads: blocks of ", draft.p.block_m, " x ", draft.p.block_n,
-                " are made of whole tiles; tiles of queries with the most blocks first");
+                " are multiples of ", sm90::kWarpgroupRows * shape.warpgroups, " x ", shape.block_n,
+                "; tiles of queries with the most blocks first");
   return shape;
 }
 

@@ -85,6 +85,10 @@ def test_variants_of_the_kernels_for_hopper(fields: dict[str, Any], forward: str
         ({"has_block_mask": True, "block_m": 48, "block_n": 128}, "all options and pages"),
         ({"has_block_mask": True, "block_m": 128, "block_n": 128, "has_mask": True}, "all options and pages"),
         ({"has_block_mask": True, "block_m": 128, "block_n": 128, "paged": True}, "all options and pages"),
+        (
+            {"has_block_mask": True, "block_m": 128, "block_n": 128, "varlen": True, "total_q": 900, "total_k": 900},
+            "all options and pages",
+        ),
         ({"dropout_p": 0.1}, "dropout alone"),
         ({"dropout_p": 0.1, "head_dim": 256}, "softcap, ALiBi, dropout and any scale"),
         ({"softcap": 3.0}, "softcap, ALiBi, dropout and any scale"),
@@ -346,8 +350,10 @@ def test_every_call_with_a_block_mask_says_whether_lists_drive_it() -> None:
 def test_lists_of_a_block_mask_that_drive_loads(operation: str, head_dim: int) -> None:
     found = hopper_plan(operation=operation, head_dim=head_dim, head_dim_v=head_dim, **BLOCKS).reasons
     (reason,) = (reason for reason in found if "drive the loads" in reason)
-    multiples = "made of whole tiles" if operation == "forward" else "multiples of 64 x 64"
-    assert f"blocks of 128 x 128 are {multiples}; tiles of" in reason and "with the most blocks first" in reason
+    tiles = "128 x 64" if operation == "forward" else "64 x 64"
+    assert (
+        f"blocks of 128 x 128 are multiples of {tiles}; tiles of" in reason and "with the most blocks first" in reason
+    )
     assert not any(
         "drive" in reason for reason in hopper_plan(operation=operation, head_dim=head_dim, has_mask=True).reasons
     )

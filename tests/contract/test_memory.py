@@ -48,20 +48,21 @@ OPTIONS_ON_CUDA: dict[str, Callable[[int], dict[str, Any]]] = {
     "causal": lambda n: {"causal": True},
     # The matrix of scores as a bias or as bits would be 2048 or 128 MiB.
     "bias_of_rows": lambda n: {"bias": torch.randn(1, 1, n, 1, device="cuda", dtype=torch.bfloat16)},
-    "blocks_of_odd_size": lambda n: {"block_mask": diagonal_blocks(n, 96)},
+    "blocks_of_odd_size": lambda n: {"block_mask": diagonal_blocks(n, 96, 96)},
+    "blocks_of_a_query": lambda n: {"block_mask": diagonal_blocks(n, 1, 32)},
 }
 
 
-def diagonal_blocks(seqlen: int, size: int) -> flash_ext.BlockMask:
-    blocks = torch.eye(-(-seqlen // size), dtype=torch.bool, device="cuda")
-    return flash_ext.BlockMask.from_blocks(blocks, seqlen, seqlen, (size, size))
+def diagonal_blocks(seqlen: int, block_m: int, block_n: int) -> flash_ext.BlockMask:
+    squares = torch.eye(-(-seqlen // block_n), dtype=torch.bool, device="cuda")
+    blocks = squares.repeat_interleave(block_n // block_m, 0)
+    return flash_ext.BlockMask.from_blocks(blocks, seqlen, seqlen, (block_m, block_n))
 
 
+@pytest.mark.usefixtures("kernel_family")
 @pytest.mark.parametrize("options", OPTIONS_ON_CUDA)
-def test_forward_and_backward_on_cuda(options: str) -> None:
-    if not torch.cuda.is_available() or not torch._C._dispatch_has_kernel_for_dispatch_key(
-        "flash_ext::attention_forward", "CUDA"
-    ):
+def test_forward_and_backward_on_cuda(device: str, options: str) -> None:
+    if device != "cuda":
         pytest.skip("needs CUDA kernels")
     seqlen = 32768
     given = OPTIONS_ON_CUDA[options](seqlen)

@@ -97,3 +97,47 @@ def test_capture_with_backward_and_other_lengths(captured_lengths: list[int]) ->
         used = sum(lengths)
         for found, expected in zip(captured, step(), strict=True):
             torch.testing.assert_close(found[:used], expected[:used], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.usefixtures("kernel_family")
+@pytest.mark.parametrize("block_size", [(128, 128), (64, 64), (48, 96)], ids=str)
+def test_capture_with_a_block_mask_whose_lists_change(device: str, block_size: tuple[int, int]) -> None:
+    """What kernels make of the lists is made anew in each replay."""
+    if device == "cpu":
+        pytest.skip("graphs are CUDA's")
+    q, k, v = (random(1, 300, 4, 64, dtype=torch.bfloat16, device=device).requires_grad_() for _ in range(3))
+    windows = [
+        flash_ext.BlockMask.sliding_window(300, 300, window, block_size=block_size, device=device)
+        for window in ((40, 200), (200, 40), (150, 150))
+    ]
+    # Room for all blocks, and for a bitmap for each of them.
+    rows, columns = -(-300 // block_size[0]), -(-300 // block_size[1])
+    sizes = (1, 1, rows + 1), (rows * columns,), (rows * columns,), (rows * columns, block_size[0], block_size[1] // 32)
+    lists = tuple(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes)
+    mask = flash_ext.BlockMask(*lists, seqlen_q=300, seqlen_k=300)
+
+    def fill(window: flash_ext.BlockMask) -> None:
+        found = (window.offsets, window.indices, window.bitmap_ids, window.bitmaps)
+        for own, other in zip(lists, found, strict=True):
+            room = tuple(slice(min(size, most)) for size, most in zip(other.shape, own.shape, strict=True))
+            own[room] = other[room]
+
+    def step(block_mask: flash_ext.BlockMask) -> tuple[Tensor, ...]:
+        out = flash_ext.attention(q, k, v, block_mask=block_mask)
+        assert isinstance(out, Tensor)
+        return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    fill(windows[0])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(mask)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(mask)
+    for window in windows:
+        fill(window)
+        graph.replay()
+        for found, expected in zip(captured, step(window), strict=True):
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)

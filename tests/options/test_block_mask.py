@@ -142,6 +142,12 @@ def test_with_every_other_option(device: str, dtype: torch.dtype) -> None:
     assert_matches_oracle(make_blocked(device, dtype, **options))
 
 
+@pytest.mark.parametrize("block", [(48, 96), (1, 32), (96, 64)], ids=str)
+def test_blocks_of_odd_sizes_beside_a_mask(device: str, dtype: torch.dtype, block: tuple[int, int]) -> None:
+    mask = torch.rand(2, 1, SEQLEN_Q, SEQLEN_K, device=device) < 0.8
+    assert_matches_oracle(make_blocked(device, dtype, block=block, mask=mask))
+
+
 def test_with_lengths_in_use(device: str, dtype: torch.dtype) -> None:
     used = {"seqused_q": int32([100, 33], device), "seqused_k": int32([65, 170], device)}
     assert_matches_oracle(make_blocked(device, dtype, **used, causal=True))
@@ -151,6 +157,16 @@ def test_packed_sequences(device: str, dtype: torch.dtype) -> None:
     """Blocks count rows and keys from the start of each sequence."""
     call = make_varlen_call([100, 0, 37], [170, 4, 64], device, causal=True, dtype=dtype)
     assert_matches_oracle(blocked(call, random_blocks(3, 4, 32, 64, device), 32, 64))
+
+
+@pytest.mark.parametrize("lists", [1, 3])
+def test_packed_sequences_of_several_tiles(device: str, dtype: torch.dtype, lists: int) -> None:
+    """With lists that all sequences share, and with lists of each."""
+    call = make_varlen_call([300, 17, 150], [400, 90, 260], device, dtype=dtype)
+    see = (torch.rand(lists, 1, 3, 4, device=device) < 0.6).repeat_interleave(128, 2).repeat_interleave(128, 3)
+    see = see[:, :, :300, :400].clone()
+    see[..., 130:140, 200:210] = False
+    assert_matches_oracle(blocked(call, see, 128, 128))
 
 
 def test_packed_sequences_of_a_mask_for_more_keys(device: str, dtype: torch.dtype) -> None:

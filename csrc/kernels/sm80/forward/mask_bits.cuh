@@ -74,7 +74,7 @@ static __global__ void __launch_bounds__(kMaskBitsThreads)
   const int64_t unit = (static_cast<int64_t>(blockIdx.x) * kMaskBitsThreads + threadIdx.x) / 32;
   if (unit >= units) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t of_bitmaps = unit - 2 * kUniformUnits, columns = mask.block_n / kMaskKeys;
+  const int64_t of_bitmaps = unit - kAllUniformUnits, columns = mask.block_n / kMaskKeys;
   uint32_t word = unit < kUniformUnits ? 0u : ~0u;
   if (of_bitmaps >= 0) {
     const int64_t row = of_bitmaps / columns * kMaskRows + lane;  // counted over all bitmaps

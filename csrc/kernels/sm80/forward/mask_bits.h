@@ -60,16 +60,16 @@ struct MaskSizes {
   }
 };
 
-/// In the words of a block mask: units that hide all, and as many that show all, lie before those of the bitmaps. A
-/// tile has two. So the id of any block leads to words, and the forward has no branch.
-constexpr int kUniformUnits = 2;
+/// In the words of a block mask, units that hide all and as many that show all stand before those of the bitmaps: as
+/// many as a tile reads. So the id of any block leads to words, and the forward has no branch.
+constexpr int kUniformUnits = 2, kAllUniformUnits = 2 * kUniformUnits;
 
-/// A block mask: for each block its bitmap, and the units of each bitmap as MaskBits has them.
+/// A block mask as a grid: for each block its bitmap, and the units of each bitmap as MaskBits has them.
 struct BlockBits {
-  enum Id : int32_t { kFull = -1, kHidden = -2 };  // in the place of a bitmap
+  enum Id : int32_t { kFull = -1, kHidden = -2 };  // instead of a bitmap: how many times kUniformUnits before `words`
 
-  int32_t* ids = nullptr;     // (batch|1, heads|1, rows, columns); null: there is no block mask
-  uint32_t* words = nullptr;  // (bitmaps, block_m / 32, block_n / 32, 32); null: units lie across blocks
+  int32_t* ids = nullptr;     // (batch|1, heads|1, rows, columns); null: there is no grid (has_block_grid())
+  uint32_t* words = nullptr;  // (bitmaps, block_m / 32, block_n / 32, 32)
   int rows = 0, columns = 0;  // of blocks
   Divisor block_m{1}, unit_rows{1}, unit_columns{1};  // of a block: queries, units along the queries and the keys
   int64_t head_stride = 0;                            // of ids; 0 broadcasts, as does a batch_stride of 0
@@ -80,20 +80,26 @@ struct BlockBits {
   }
 };
 
+/// Whether a call has a grid of ids. Else the forward looks blocks up in the lists: where units lie across blocks, and
+/// where each packed sequence has lists of its own, since each would need a grid for the longest one.
+inline bool has_block_grid(const AttentionParams& p) {
+  const bool packed = p.seq.cu_seqlens_q || p.seq.cu_seqlens_k;
+  return p.blocks.offsets && has_whole_units(p.blocks.block_m) && !(packed && p.blocks.offsets_batch_stride != 0);
+}
+
 /// The sizes of the arrays of BlockBits.
 struct BlockSizes {
   int64_t batch = 0, heads = 0, rows = 0, columns = 0;
   int64_t units = 0;  // uniform ones, and those of all bitmaps
 
   explicit BlockSizes(const AttentionParams& p) {
+    if (!has_block_grid(p)) return;
     const BlockMaskParams& blocks = p.blocks;
-    if (!blocks.offsets) return;
     batch = blocks.offsets_batch_stride == 0 ? 1 : p.batch;
     heads = blocks.offsets_head_stride == 0 ? 1 : p.heads_q;
     rows = blocks.num_row_blocks;
     columns = (p.seqlen_k + blocks.block_n - 1) / blocks.block_n;
-    if (blocks_are_units(blocks.block_m))
-      units = 2 * kUniformUnits + blocks.num_bitmaps * (blocks.block_m / kMaskRows) * (blocks.block_n / kMaskKeys);
+    units = kAllUniformUnits + blocks.num_bitmaps * (blocks.block_m / kMaskRows) * (blocks.block_n / kMaskKeys);
   }
 
   FLASH_EXT_HOST_DEVICE int64_t ids() const { return batch * heads * rows * columns; }
@@ -102,9 +108,9 @@ struct BlockSizes {
 
   BlockBits views(const BlockMaskParams& blocks, void* memory) const {
     BlockBits bits;
-    if (!blocks.offsets) return bits;
+    if (units == 0) return bits;
     auto* const words = static_cast<uint32_t*>(memory);
-    if (blocks_are_units(blocks.block_m)) bits.words = words + 2 * kUniformUnits * kMaskRows;
+    bits.words = words + kAllUniformUnits * kMaskRows;
     bits.ids = reinterpret_cast<int32_t*>(words + units * kMaskRows);
     bits.rows = static_cast<int>(rows);
     bits.columns = static_cast<int>(columns);

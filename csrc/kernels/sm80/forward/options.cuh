@@ -22,7 +22,7 @@ struct OptionTiles {
                                       BiasTile<Config::kWarpRows, Config::kBlockN>>;
   using Visibility =
       std::conditional_t<Config::kMasks, WarpVisibility<Config::kWarpRows, Config::kBlockN>, NoVisibility>;
-  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kThreads = Config::kThreads;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
 
   const ForwardParams& p;
   const ForwardConstants& constants;
@@ -44,12 +44,12 @@ struct OptionTiles {
     }
   }
 
-  /// Loads the bits of what the mask leaves of a tile. The code between this call and the scores hides the latency.
+  /// Loads the bits of what the masks leave of a tile. The code between this call and the scores hides the latency.
   __device__ __forceinline__ void load_mask_bits(Visibility& visible, int tile) const {
     if constexpr (Config::kMasks) {
       if (Config::kOneMask || constants.masked)
-        visible.template load<Config::kReads>(constants.masks, work_tile.masks, p.blocks, work_tile.first_query,
-                                              warp_row, tile * kBlockN, lane);
+        visible.template load<Config::kReads>(constants.masks, work_tile.masks, p.blocks, work_tile.sequence,
+                                              work_tile.first_query, warp_row, tile * kBlockN, lane);
     }
   }
 
@@ -184,8 +184,8 @@ struct OptionTiles {
     return {s_begin + constants.bias_offset + warp_row / Config::kWarpRows * bytes, p.bias, lane};
   }
   __device__ __forceinline__ uint32_t visible_tiles_of(int group) const {
-    return visible_tiles<kBlockM, kBlockN>(constants.masks, work_tile.masks, work_tile.sequence, work_tile.first_query,
-                                           group, lane);
+    return visible_tiles<kBlockM, kBlockN>(constants.masks, work_tile.masks, p.blocks, work_tile.sequence,
+                                           work_tile.first_query, group, lane);
   }
 
   /// Does find()'s search. All threads find the same tile, without a barrier.

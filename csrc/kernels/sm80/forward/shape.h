@@ -18,18 +18,18 @@ enum class ForwardVariant {
   kReads,      // these, bias, masks, and keys in pages
   kBias,       // plain, and a bias of the type of q, in 16-byte chunks
   kFloatBias,  // plain, and a bias of floats, in 16-byte chunks
-  kMask,       // plain, and a boolean mask, or a block mask with blocks_are_tiles()
+  kMask,       // plain, and a boolean mask, or a block mask with has_whole_tiles()
   kDrops,      // plain, and dropout
 };
 
 constexpr int kMaskRows = 32, kMaskKeys = 32;  // of a unit of a mask's bits (mask_bits.h)
 
-/// Whether each unit lies in one block of a block mask. Blocks have whole units of keys.
-constexpr bool blocks_are_units(int64_t block_m) { return block_m % kMaskRows == 0; }
+/// Whether each unit of a block mask lies in one block. Blocks have whole units of keys.
+constexpr bool has_whole_units(int64_t block_m) { return block_m % kMaskRows == 0; }
 
-/// Whether what a warp sees of a tile of 64 keys does, too. Then its words are those of one bitmap.
-constexpr bool blocks_are_tiles(int64_t block_m, int64_t block_n) {
-  return blocks_are_units(block_m) && block_n % (2 * kMaskKeys) == 0;
+/// Whether what a warp sees of a tile of 64 keys lies in one block, too.
+constexpr bool has_whole_tiles(int64_t block_m, int64_t block_n) {
+  return has_whole_units(block_m) && block_n % (2 * kMaskKeys) == 0;
 }
 
 /// What a call asks for.
@@ -37,7 +37,7 @@ struct ForwardAsked {
   double softmax_scale, softcap;
   bool alibi, drops, mask, block_mask;
   int64_t block_m, block_n;  // of the block mask
-  bool paged;
+  bool packed, paged;
   bool bias, bias_in_chunks;  // of 16 bytes
   DType dtype, bias_dtype;
 };
@@ -56,8 +56,9 @@ constexpr ForwardVariant variant_of(const ForwardAsked& call) {
                                                 : ForwardVariant::kReads;
   }
   if (masked)
-    return plain && (call.mask || blocks_are_tiles(call.block_m, call.block_n)) ? ForwardVariant::kMask
-                                                                                : ForwardVariant::kReads;
+    return plain && (call.mask || (!call.packed && has_whole_tiles(call.block_m, call.block_n)))
+               ? ForwardVariant::kMask
+               : ForwardVariant::kReads;
   if (plain) return ForwardVariant::kPlain;
   // kComputes has dropout at head dim 256 alone, in the place of kDrops: at 128 it lacks registers for it.
   if (call.drops) return scaled ? ForwardVariant::kDrops : ForwardVariant::kReads;

@@ -38,7 +38,7 @@ struct ForwardWarp {
   int warp_row, lane;
   const uint32_t s_q, s_k, s_v;
   int phase = 0;          // which stage the K of this step is in
-  uint32_t seen = 0;      // of the mask: visible_tiles of the next tile to visit
+  uint32_t seen = 0;      // of the masks: visible_tiles of the next tile to visit
   const PhiloxKey seeds;  // of dropout
 
   ForwardRows<Config> rows;
