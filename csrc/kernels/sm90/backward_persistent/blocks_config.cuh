@@ -6,11 +6,11 @@
 
 namespace flash_ext::sm90 {
 
-/// A step is made of pieces of the list of a key tile. kTwoColumns_: blocks are no multiples of the keys of a tile.
-template <class Element, int kHeadDim, bool kTwoColumns_>
+/// A step is made of pieces of the list of a key tile.
+template <class Element, int kHeadDim>
 struct BackwardPersistentBlocksConfig : BackwardPersistentConfig<Element, kHeadDim> {
   using Base = BackwardPersistentConfig<Element, kHeadDim>;
-  static constexpr bool kListsBlocks = true, kTwoColumns = kTwoColumns_, kZeroesDq = false;
+  static constexpr bool kListsBlocks = true, kZeroesDq = false;
   static constexpr int kPieces = Base::kBlockM / kPieceQueries;
   static constexpr int kPieceBytes = Base::kQueryBytes / kPieces;     // of Q or dO
   static constexpr int kPieceTermBytes = kPieceQueries * 4;           // lse or D

@@ -39,24 +39,17 @@ struct BackwardPersistentBlocksMemory {
 
 template <class Element, int kHeadDim>
 int64_t backward_persistent_blocks_bytes(const BackwardParams& p) {
-  return BackwardPersistentBlocksMemory<BackwardPersistentBlocksConfig<Element, kHeadDim, false>>(p, nullptr).bytes;
-}
-
-template <class Config>
-void launch_backward_persistent_blocks(const BackwardParams& p, void* memory, cudaStream_t stream) {
-  const BackwardPersistentBlocksMemory<Config> all(p, memory);
-  make_query_lists(p, all.workspace.query_lists, stream);
-  list_longest_first(all.order, all.schedule.list, stream);
-  launch_backward_persistent<Config, BackwardPersistentBlocksDq<Config>>(p, all, kPieceQueries, score_scale(p, kLog2E),
-                                                                         stream, [] {});
+  return BackwardPersistentBlocksMemory<BackwardPersistentBlocksConfig<Element, kHeadDim>>(p, nullptr).bytes;
 }
 
 template <class Element, int kHeadDim>
 void run_backward_persistent_blocks(const BackwardParams& p, void* memory, cudaStream_t stream) {
-  if (p.blocks.block_n % kListedKeys == 0)
-    return launch_backward_persistent_blocks<BackwardPersistentBlocksConfig<Element, kHeadDim, false>>(p, memory,
-                                                                                                       stream);
-  launch_backward_persistent_blocks<BackwardPersistentBlocksConfig<Element, kHeadDim, true>>(p, memory, stream);
+  using Config = BackwardPersistentBlocksConfig<Element, kHeadDim>;
+  const BackwardPersistentBlocksMemory<Config> all(p, memory);
+  make_query_lists(p, all.workspace.query_lists, stream);
+  list_longest_first(all.order, all.schedule.list, stream);
+  launch_backward_persistent<Config, BackwardPersistentBlocksDq<Config>>(with_hidden_groups(p), all, kPieceQueries,
+                                                                         score_scale(p, kLog2E), stream, [] {});
 }
 
 }  // namespace flash_ext::sm90

@@ -14,7 +14,7 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
       Base::loaded_, Base::maps_, Base::s_tiles_, Base::stage_, Base::storage_, Base::tile_, Base::warp_,
       Base::workspace_;
   using typename Base::DqSlice, typename Base::KeyTile, typename Base::Sum, typename Base::WorkTile;
-  static constexpr int kPieces = Config::kPieces, kAbsent = BackwardPieces<Config>::kAbsent;
+  static constexpr int kPieces = Config::kPieces;
 
  public:
   using Base::Base;
@@ -57,7 +57,8 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
   }
   /// Reads the next entries of the list: a piece each in lanes 0, 1, ..
   __device__ __forceinline__ void read_entry() {
-    entry_ = lane_ < min(left_, kPieces) ? __ldg(reinterpret_cast<const int4*>(g_entry_)) : int4{0, kAbsent, -1, -1};
+    entry_ = lane_ < min(left_, kPieces) ? __ldg(reinterpret_cast<const int4*>(g_entry_))
+                                         : int4{0, BackwardPiece::kAbsent, -1, -1};
     g_entry_ += kPieces;
   }
   __device__ __forceinline__ void load_step() {
@@ -82,15 +83,14 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
   /// last step of a tile consumers read flags of the next slot, which may be written meanwhile, and use them for
   /// nothing. Rows past the last query hide nothing: they are loaded as zeros, and their terms make weights of 0.
   __device__ __forceinline__ void write_metadata() {
-    using Piece = BackwardPiece<Config::kTwoColumns>;
     const int head = entry_.x, tile = entry_.y;
     int flags = flags_;
-    if (__any_sync(~0u, Piece::has_bits(entry_))) flags |= kPiecesHide | kPiecesAreMasked;
+    if (__any_sync(~0u, (entry_.z & entry_.w) >= 0)) flags |= kPiecesHide | kPiecesAreMasked;
     // A head's planes of dQ^T follow each other.
-    const int dq = tile < 0 ? kAbsent : head * kDqPlanes * pieces_of_head() + tile;
+    const int dq = tile < 0 ? BackwardPiece::kAbsent : head * kDqPlanes * pieces_of_head() + tile;
     if (lane_ < kPieces)
-      *reinterpret_cast<int4*>(&storage_.step_metadata[slot_].pieces[lane_]) =
-          Piece::packed(tile, entry_, dq, flags, lane_);
+      *reinterpret_cast<int4*>(&storage_.step_metadata[slot_].pieces[lane_]) = make_int4(tile, dq, entry_.z, entry_.w);
+    if (lane_ == 0) storage_.step_flags[slot_] = flags;
     __syncwarp();
     slot_ = (slot_ + 1) % kMetadataSlots;
   }
@@ -161,7 +161,7 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
     int dq_pieces[kPieces];
 #pragma unroll
     for (int k = 0; k < kPieces; ++k)
-      dq_pieces[k] = ptx::uniform(storage_.step_metadata[ds_at_.count % kMetadataSlots].pieces[k].dq(k));
+      dq_pieces[k] = ptx::uniform(storage_.step_metadata[ds_at_.count % kMetadataSlots].pieces[k].dq);
     DqSlice::finish(sum);
     arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
     DqSlice::stage(s_sums, sum, lane_);

@@ -17,45 +17,19 @@ namespace flash_ext::sm90 {
 
 constexpr int kPieceQueries = 32;
 
-/// Flags of a step.
+/// Flags of a step. They have an array of their own, because shared memory has no room for a fourth int4 per step.
 enum BackwardPiecesFlags : int32_t {
-  kPiecesHide = 1 << 30,       // some pair is hidden, or weights must be bounded
-  kPiecesAreMasked = 1 << 29,  // a mask hides some pair, of queries and keys that exist
+  kPiecesHide = 1,       // some pair is hidden, or weights must be bounded
+  kPiecesAreMasked = 2,  // a mask hides some pair, of queries and keys that exist
 };
 
-/// Metadata of a piece. tile: of 32 queries of its head, or kAbsent. dq: where its dQ^T lies, in pieces of a plane
-/// (dq_of_plane) from the first of the group's first head. visible: as in ListedQueries. flags: of its step.
-///
-/// kTwoColumns: the key groups of a tile may lie in different columns of blocks. Else both have the same bits, and one
-/// number says so: a second one costs 3 % of a step.
-template <bool kTwoColumns>
-struct BackwardPiece;
-template <>
-struct alignas(16) BackwardPiece<false> {
-  int32_t tile_, visible_, dq_, flags_;
+/// Metadata of a piece.
+struct alignas(16) BackwardPiece {
+  static constexpr int32_t kAbsent = -1;
 
-  __device__ __forceinline__ static int4 packed(int tile, const int4& entry, int dq, int flags, int /*piece*/) {
-    return make_int4(tile, entry.z, dq, flags);
-  }
-  __device__ __forceinline__ static bool has_bits(const int4& entry) { return entry.z >= 0; }
-  __device__ __forceinline__ int visible(int /*key_group*/) const { return visible_; }
-  __device__ __forceinline__ int dq(int /*piece*/) const { return dq_; }
-  __device__ __forceinline__ int flags() const { return flags_; }
-};
-/// Flags lie in the highest bits of dq of the first piece, which is never absent: shared memory has no room for more.
-template <>
-struct alignas(16) BackwardPiece<true> {
-  int32_t tile_, dq_and_flags_, visible_[kListedKeyGroups];
-
-  __device__ __forceinline__ static int4 packed(int tile, const int4& entry, int dq, int flags, int piece) {
-    return make_int4(tile, piece == 0 ? dq | flags : dq, entry.z, entry.w);
-  }
-  __device__ __forceinline__ static bool has_bits(const int4& entry) { return (entry.z & entry.w) >= 0; }
-  __device__ __forceinline__ int visible(int key_group) const { return visible_[key_group]; }
-  __device__ __forceinline__ int dq(int piece) const {
-    return piece == 0 ? dq_and_flags_ & ~(kPiecesHide | kPiecesAreMasked) : dq_and_flags_;
-  }
-  __device__ __forceinline__ int flags() const { return dq_and_flags_; }
+  int32_t tile;  // of 32 queries of its head, or kAbsent
+  int32_t dq;    // where its dQ^T lies, in pieces of a plane (dq_of_plane) from the first of the group's first head
+  int32_t visible[kListedKeyGroups];  // as in ListedQueries
 };
 
 /// What a consumer warp reads ahead of a step: its flags, and the lane's words of bits of each piece, as
@@ -75,11 +49,7 @@ struct BackwardPieceBits {
 /// Metadata of a step.
 template <class Config>
 struct BackwardPieces {
-  static constexpr int32_t kAbsent = -1;  // a tile, or a place of dQ^T
-
-  BackwardPiece<Config::kTwoColumns> pieces[Config::kPieces];
-
-  __device__ __forceinline__ int flags() const { return pieces[0].flags(); }
+  BackwardPiece pieces[Config::kPieces];
 
   /// Issues the loads of the bits of this step, of the keys of a key group. `g_warp`: where those of the warp's 16 keys
   /// begin in a set of bits, of the first set.
@@ -87,7 +57,7 @@ struct BackwardPieces {
                                             int lane) const {
 #pragma unroll
     for (int k = 0; k < Config::kPieces; ++k) {
-      const int visible = ptx::uniform(pieces[k].visible(key_group));
+      const int visible = ptx::uniform(pieces[k].visible[key_group]);
       if (visible >= 0) bits.of_piece[k] = __ldg(g_warp + int64_t{visible} * kBitsOfKeyGroup + lane);
     }
   }
@@ -103,7 +73,7 @@ struct BackwardPieces {
     visible[0] = visible[1] = 0;
 #pragma unroll
     for (int k = 0; k < Config::kPieces; ++k) {
-      const int tile = ptx::uniform(pieces[k].tile_);
+      const int tile = ptx::uniform(pieces[k].tile);
       const int queries = tile < 0 ? 0 : seqlen_q - tile * kPieceQueries;
       const uint32_t exist = TransposedOrder::between(0, queries - 2 * (at % 4)) & kAll;
       visible[0] |= (exist & bits.of_piece[k].x) >> k * kPieceBits;

@@ -358,7 +358,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   template <class TermsTile>
   __device__ __forceinline__ void sanitise_if_hidden(const Steps& step, const FullTiles& full, Bits& bits,
                                                      typename TermsTile::Terms& lse) const {
-    if constexpr (kListsPieces) bits.flags = storage_.step_metadata[step.slot].flags(), bits.show_all();
+    if constexpr (kListsPieces) bits.flags = storage_.step_flags[step.slot], bits.show_all();
     if (may_hide(step, full, bits) && !step.is_past_end()) {
       if (Rules::kLateLse) TermsTile::load(lse, storage_.lse[step.stage], lane_);
       if constexpr (kListsPieces)
@@ -404,8 +404,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   /// Whether some key may be hidden from some query.
   __device__ __forceinline__ bool may_hide(const Steps& step, const FullTiles& full, const Bits& bits) const {
     if constexpr (kListsPieces) {
-      const bool hides = Config::kTwoColumns || p_.blocks.num_bitmaps > 0;
-      return hides && (ptx::uniform(bits.flags) & kPiecesAreMasked) != 0;
+      return p_.blocks.num_bitmaps > 0 && (ptx::uniform(bits.flags) & kPiecesAreMasked) != 0;
     } else if constexpr (Config::kListsBlocks) {
       if (p_.blocks.num_bitmaps == 0 || step.is_past_end()) return false;
       // Of either key group: all consumers sanitise rows together.

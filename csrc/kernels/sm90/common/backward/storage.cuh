@@ -19,6 +19,7 @@ struct BackwardListedMetadata<Config, true, false> {
 template <class Config>
 struct BackwardListedMetadata<Config, true, true> {
   BackwardPieces<Config> step_metadata[kMetadataSlots];
+  int32_t step_flags[kMetadataSlots];  // BackwardPiecesFlags
 };
 
 /// Row terms of the stages of Q and dO.
