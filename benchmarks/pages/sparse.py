@@ -25,7 +25,8 @@ def sparse_lines() -> list[str]:
         "masked call's, in per cent. 100 says that hidden blocks cost nothing. The last column: FlexAttention's time,",
         "compiled, over flash-ext's with the same blocks, as a geometric mean over the row's masks, and the least.",
         f"By `{command_of(record)}`,",
-        f"in `benchmarks/results/{SPARSE}`.",
+        f"in `benchmarks/results/{SPARSE}`. What bounds these calls, and what changed since the record:",
+        "[block masks](kernels/block_sparse.md#how-fast-and-what-bounds-it).",
         "",
         *table_of(record, tables, masks, masks),
     ]
