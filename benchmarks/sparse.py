@@ -103,14 +103,19 @@ def random_blocks(dense: Variant, shape: Shape, density: float, sizes: tuple[int
 
 
 def bands(dense: Variant, shape: Shape) -> list[Variant]:
-    """The same band as blocks, and as a window of pairs."""
+    """The same band as whole blocks, as a window of pairs, and as blocks of which those at its edges have bitmaps."""
     n, reach = shape.seqlen, shape.reach
     number = torch.arange(-(-n // BLOCK), device=dense.call.q.device)
     blocks = (number[:, None] - number).abs() <= reach // BLOCK
     mask = flash_ext.BlockMask.from_blocks(blocks, n, n, (BLOCK, BLOCK))
     pairs = sum(min(n, i + reach + 1) - max(0, i - reach) for i in range(n)) / n**2
     window = with_options(dense, f"window +-{reach}", window_size=(reach, reach))
-    return [with_blocks(dense, f"band of blocks, +-{reach}", mask), replace(window, pairs=pairs)]
+    exact = flash_ext.BlockMask.sliding_window(n, n, (reach, reach), block_size=(BLOCK, BLOCK), device=number.device)
+    return [
+        with_blocks(dense, f"band of blocks, +-{reach}", mask),
+        replace(window, pairs=pairs),
+        with_blocks(dense, f"window as blocks, +-{reach}", exact),
+    ]
 
 
 def with_blocks(dense: Variant, name: str, mask: flash_ext.BlockMask) -> Variant:

@@ -24,6 +24,7 @@ def sparse_lines() -> list[str]:
         f"Efficiency of block masks, 128 {TIMES} 128: the density of the mask times the dense call's time over the",
         "masked call's, in per cent. 100 says that hidden blocks cost nothing. The last column: FlexAttention's time,",
         "compiled, over flash-ext's with the same blocks, as a geometric mean over the row's masks, and the least.",
+        "The band is one of whole blocks, the window one by `window_size`.",
         f"By `{command_of(record)}`,",
         f"in `benchmarks/results/{SPARSE}`. What bounds these calls, and what changed since the record:",
         "[block masks](kernels/block_sparse.md#how-fast-and-what-bounds-it).",

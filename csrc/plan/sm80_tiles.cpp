@@ -22,10 +22,20 @@ constexpr int64_t kFewTileRows = 16, kManyTileRows = 64;  // of a tile of decodi
 bool is_float(const Problem& p) { return p.dtype == DType::kFloat32; }
 
 sm80::ForwardVariant forward_variant(const Problem& p, int head_dim) {
-  const bool in_chunks = copies_bias_in_chunks(p);
-  const sm80::ForwardVariant wanted = sm80::variant_of(
-      {p.softmax_scale, p.softcap, p.has_alibi, dropout_threshold(p.dropout_p) > 0, p.has_mask, p.has_block_mask,
-       p.block_m, p.block_n, p.total_q > 0 || p.total_k > 0, p.paged, p.has_bias, in_chunks, p.dtype, p.bias_dtype});
+  const bool in_chunks = copies_bias_in_chunks(p), packed = p.total_q > 0 || p.total_k > 0;
+  const sm80::ForwardVariant wanted = sm80::variant_of({p.softmax_scale,
+                                                        p.softcap,
+                                                        p.has_alibi,
+                                                        dropout_threshold(p.dropout_p) > 0,
+                                                        p.has_mask,
+                                                        p.has_block_mask,
+                                                        {p.block_m, p.block_n, p.seqlen_k, p.head_dim},
+                                                        packed,
+                                                        p.paged,
+                                                        p.has_bias,
+                                                        in_chunks,
+                                                        p.dtype,
+                                                        p.bias_dtype});
   return sm80::available_variant(wanted, is_float(p), head_dim);
 }
 

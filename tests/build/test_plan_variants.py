@@ -83,6 +83,8 @@ def test_variants_of_the_kernels_for_hopper(fields: dict[str, Any], forward: str
         ({"has_block_mask": True, "block_m": 32, "block_n": 192}, "mask alone"),
         ({"has_block_mask": True, "block_m": 64, "block_n": 96}, "all options and pages"),
         ({"has_block_mask": True, "block_m": 48, "block_n": 128}, "all options and pages"),
+        ({"has_block_mask": True, "block_m": 32, "block_n": 64, "seqlen_k": 2**17}, "mask alone"),
+        ({"has_block_mask": True, "block_m": 32, "block_n": 64, "seqlen_k": 2**17 + 1}, "all options and pages"),
         ({"has_block_mask": True, "block_m": 128, "block_n": 128, "has_mask": True}, "all options and pages"),
         ({"has_block_mask": True, "block_m": 128, "block_n": 128, "paged": True}, "all options and pages"),
         (

@@ -51,9 +51,9 @@ struct QueryLists {
 /// Launches the kernels that fill the lists.
 void make_query_lists(const AttentionParams& p, const QueryLists& lists, cudaStream_t stream);
 
-/// The parameters of the main kernel, which tests for hidden pairs where there are bitmaps. Blocks that are not made of
-/// whole key tiles hide key groups too: the zeros of hidden() count as a bitmap. Lists and scratch memory follow from the
-/// call's own parameters.
+/// Parameters for the kernels that the lists drive: the main one tests for hidden pairs where there are bitmaps. Blocks
+/// that are not made of whole key tiles hide key groups too, so the zeros of hidden() count as a bitmap. Lists and
+/// scratch memory follow from the call's own parameters.
 inline BackwardParams with_hidden_groups(const BackwardParams& p) {
   BackwardParams listed = p;
   if (p.blocks.block_n % kListedKeys != 0) ++listed.blocks.num_bitmaps;

@@ -2,6 +2,7 @@
 // all heads and batch entries that share a mask.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "kernels/common/divisor.h"
@@ -80,11 +81,15 @@ struct BlockBits {
   }
 };
 
-/// Whether a call has a grid of ids. Else the forward looks blocks up in the lists: where units lie across blocks, and
-/// where each packed sequence has lists of its own, since each would need a grid for the longest one.
+inline BlockGridAsked grid_asked(const AttentionParams& p) {
+  return {p.blocks.block_m, p.blocks.block_n, p.seqlen_k, p.head_dim};
+}
+
+/// Whether a call has a grid of ids. Else the forward looks blocks up in the lists. So it does where each packed
+/// sequence has lists of its own, since each would need a grid for the longest one.
 inline bool has_block_grid(const AttentionParams& p) {
   const bool packed = p.seq.cu_seqlens_q || p.seq.cu_seqlens_k;
-  return p.blocks.offsets && has_whole_units(p.blocks.block_m) && !(packed && p.blocks.offsets_batch_stride != 0);
+  return p.blocks.offsets && allows_grid(grid_asked(p)) && !(packed && p.blocks.offsets_batch_stride != 0);
 }
 
 /// The sizes of the arrays of BlockBits.
@@ -97,7 +102,8 @@ struct BlockSizes {
     const BlockMaskParams& blocks = p.blocks;
     batch = blocks.offsets_batch_stride == 0 ? 1 : p.batch;
     heads = blocks.offsets_head_stride == 0 ? 1 : p.heads_q;
-    rows = blocks.num_row_blocks;
+    rows =
+        std::min(blocks.num_row_blocks, (p.seqlen_q + blocks.block_m - 1) / blocks.block_m);  // max_seqlen is a bound
     columns = (p.seqlen_k + blocks.block_n - 1) / blocks.block_n;
     units = kAllUniformUnits + blocks.num_bitmaps * (blocks.block_m / kMaskRows) * (blocks.block_n / kMaskKeys);
   }

@@ -89,7 +89,7 @@ int64_t plan_options(ForwardConstants& constants, const ForwardParams& p) {
 
 inline ForwardVariant variant_of(const AttentionParams& p) {
   return variant_of({p.softmax_scale, p.softcap, p.alibi_slopes != nullptr, p.dropout.rule.threshold > 0,
-                     p.mask.data != nullptr, p.blocks.offsets != nullptr, p.blocks.block_m, p.blocks.block_n,
+                     p.mask.data != nullptr, p.blocks.offsets != nullptr, grid_asked(p),
                      p.seq.cu_seqlens_q || p.seq.cu_seqlens_k, p.seq.block_table != nullptr, p.bias.data != nullptr,
                      can_stage_bias(p.bias), p.dtype, p.bias.dtype});
 }

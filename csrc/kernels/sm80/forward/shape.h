@@ -18,25 +18,34 @@ enum class ForwardVariant {
   kReads,      // these, bias, masks, and keys in pages
   kBias,       // plain, and a bias of the type of q, in 16-byte chunks
   kFloatBias,  // plain, and a bias of floats, in 16-byte chunks
-  kMask,       // plain, and a boolean mask, or a block mask with has_whole_tiles()
+  kMask,       // plain, and a boolean mask, or a block mask of dense sequences that allows a grid of whole tiles
   kDrops,      // plain, and dropout
 };
 
 constexpr int kMaskRows = 32, kMaskKeys = 32;  // of a unit of a mask's bits (mask_bits.h)
 
-/// Whether each unit of a block mask lies in one block. Blocks have whole units of keys.
-constexpr bool has_whole_units(int64_t block_m) { return block_m % kMaskRows == 0; }
+/// The blocks of a block mask, and what decides whether it may become a grid (mask_bits.h).
+struct BlockGridAsked {
+  int64_t block_m, block_n;
+  int64_t seqlen_k, head_dim;
+};
+
+/// Whether a block mask may become a grid of 4 bytes a block: each unit lies in one block (blocks have whole units of
+/// keys), and the grid of a head is no larger than its queries in 16 bits, so that memory grows with the length alone.
+constexpr bool allows_grid(const BlockGridAsked& mask) {
+  return mask.block_m % kMaskRows == 0 && 2 * mask.seqlen_k <= mask.block_m * mask.block_n * mask.head_dim;
+}
 
 /// Whether what a warp sees of a tile of 64 keys lies in one block, too.
-constexpr bool has_whole_tiles(int64_t block_m, int64_t block_n) {
-  return has_whole_units(block_m) && block_n % (2 * kMaskKeys) == 0;
+constexpr bool allows_grid_of_whole_tiles(const BlockGridAsked& mask) {
+  return allows_grid(mask) && mask.block_n % (2 * kMaskKeys) == 0;
 }
 
 /// What a call asks for.
 struct ForwardAsked {
   double softmax_scale, softcap;
   bool alibi, drops, mask, block_mask;
-  int64_t block_m, block_n;  // of the block mask
+  BlockGridAsked grid;  // of the block mask
   bool packed, paged;
   bool bias, bias_in_chunks;  // of 16 bytes
   DType dtype, bias_dtype;
@@ -56,9 +65,8 @@ constexpr ForwardVariant variant_of(const ForwardAsked& call) {
                                                 : ForwardVariant::kReads;
   }
   if (masked)
-    return plain && (call.mask || (!call.packed && has_whole_tiles(call.block_m, call.block_n)))
-               ? ForwardVariant::kMask
-               : ForwardVariant::kReads;
+    return plain && (call.mask || (!call.packed && allows_grid_of_whole_tiles(call.grid))) ? ForwardVariant::kMask
+                                                                                           : ForwardVariant::kReads;
   if (plain) return ForwardVariant::kPlain;
   // kComputes has dropout at head dim 256 alone, in the place of kDrops: at 128 it lacks registers for it.
   if (call.drops) return scaled ? ForwardVariant::kDrops : ForwardVariant::kReads;
