@@ -114,7 +114,7 @@ def bands(dense: Variant, shape: Shape) -> list[Variant]:
     return [
         with_blocks(dense, f"band of blocks, +-{reach}", mask),
         replace(window, pairs=pairs),
-        with_blocks(dense, f"window as blocks, +-{reach}", exact),
+        replace(with_blocks(dense, f"window as blocks, +-{reach}", exact), pairs=pairs),
     ]
 
 
