@@ -62,7 +62,7 @@ struct MaskSizes {
 };
 
 /// In the words of a block mask, units that hide all and as many that show all stand before those of the bitmaps: as
-/// many as a tile reads. So the id of any block leads to words, and the forward has no branch.
+/// many as a tile reads. So the id of any block leads to words, and the loop has no branch for full and hidden blocks.
 constexpr int kUniformUnits = 2, kAllUniformUnits = 2 * kUniformUnits;
 
 /// A block mask as a grid: for each block its bitmap, and the units of each bitmap as MaskBits has them.

@@ -434,8 +434,8 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   __device__ __forceinline__ bool find_listed(Visible& visible, const Steps& step) const {
     if (step.is_past_end()) return false;
     const ListedQueries& queries = storage_.step_metadata[step.stage];
-    const int first_query = ptx::uniform(queries.tile) * kBlockM,
-              set = ptx::uniform(queries.visible[ptx::uniform(warpgroup_)]);
+    const int first_query = ptx::uniform(queries.tile) * kBlockM;
+    const int set = ptx::uniform(queries.visible[ptx::uniform(warpgroup_)]);
     const Sequence& sequence = work_tile_.sequence;
     const bool partial =
         first_query + kBlockM > sequence.seqlen_q || work_tile_.first_key + Config::kBlockN > sequence.seqlen_k;
